@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the host time that the comparison of plans adds to each call, after the ranks have agreed on a plan.
+"""Measure the host time that a comparison of plans adds to each call, once the ranks agree.
 
     torchrun --nproc-per-node 8 -m bench.agreement [--out bench/results/agreement.jsonl]
 
-Ranks are gloo processes. Between two calls they do no other work, except in ``uneven``. A figure is the time of one
-call in microseconds: the mean over the calls of a run, then the median over runs, then the maximum over ranks::
+Ranks are gloo processes without other work, except in ``uneven``. Each run gives the mean time of one call, in
+microseconds. A figure is the median over runs, then the maximum over ranks::
 
     own        a rank's own time, if all other ranks have already published their plans for the call, so that the rank
                waits for none (9 runs of 63 calls)
@@ -38,7 +38,7 @@ from overlap_inductor.runtime.call_state import state_of
 
 TURNS, TIMES = 2000, 9
 UNEVEN_TURNS, WORK = 300, (100e-6, 1500e-6)
-"""Number of calls of a run with uneven work, and the least and most seconds of a rank's work before a call."""
+"""Calls of a run with uneven work, and the least and most seconds of a rank's work before a call."""
 STORE_TURNS = 200
 
 
@@ -105,8 +105,8 @@ def _own(call: Callable[[], None], ahead: Callable[[], None]) -> float:
 
 
 def _uneven(call: Callable[[], None]) -> float:
-    """See ``uneven`` in the module's docstring. All ranks draw the work of every rank from one seed, so each rank knows
-    the longest work before a call."""
+    """See ``uneven`` in the module's docstring. All ranks draw every rank's work from one seed, so each knows the
+    longest work before a call."""
     chance, rank, size = random.Random(0), dist.get_rank(), dist.get_world_size()
     found = []
     for _ in range(TIMES):

@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the GPU's clock rate while providers run, and scale their times to the highest clock rate.
 
-A provider (``bench.providers``) is one way to compute a case. The scaled times show why a provider is slow: it waits,
-or it heats the GPU so that the clock rate falls.
+The scaled times show why a provider (``bench.providers``) is slow. It waits, or it heats the GPU so that the clock rate
+falls.
 
-    torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 --schedules chunked
-    fused/copy_engine --out rows.jsonl
+    torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 \\
+        --schedules chunked fused/copy_engine --out rows.jsonl
 
-A matmul of large matrices takes a GPU to its power limit. The clock rate then depends on the work that ran before. On a
-GPU that waits for NCCL between two matmuls, the clock rate falls a little. On a GPU that multiplies all the time, it
-falls further. Each provider runs in three ways (``bench.timing`` says what hidden and in the loop mean)::
+Large matmuls take a GPU to its power limit. The less the GPU waits, the further its clock rate falls. Each provider
+runs in three ways (``bench.timing`` says what hidden and in the loop mean)::
 
     single      one call, with the host hidden
     row         CALLS calls one after the other, with the host hidden
     compiled    CALLS calls of compiled graphs, with the host in the loop
 
-Before and after each sample, a kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``).
-Each rank takes the median time and the median clock rate of its samples. There is one JSON row for each provider, and
-one for the matmul alone, in each way. A row has the longest of the ranks' times and the lowest of the ranks' clock
-rates. Before anything is timed, results are compared with results computed in fp32.
+Around each sample, a kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``). Each
+provider, and the matmul alone, gets a JSON row. It holds the longest median time and the lowest median clock rate of
+any rank. Before the timing, results are compared with results in fp32.
 """
 
 from __future__ import annotations
@@ -56,8 +54,8 @@ BLOCKS_AN_SM = 4
 
 @triton.jit
 def _stamp(out):
-    """Each block stores ``(cycles, nanoseconds)`` of its SM into row ``%smid`` of ``out [SMs, 2]``. Blocks on the same
-    SM overwrite each other's values, which are nearly equal."""
+    """Each block stores ``(cycles, nanoseconds)`` of its SM into row ``%smid`` of ``out [SMs, 2]``. Blocks on one SM
+    overwrite each other's values, which are nearly equal."""
     cycles = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l,r", [0], dtype=tl.int64, is_pure=False, pack=1)
     now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [0], dtype=tl.int64, is_pure=False, pack=1)
     sm = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
@@ -66,7 +64,7 @@ def _stamp(out):
 
 
 class StampedClock(Clock):
-    """A clock that also measures the GPU's clock rate. ``mhz`` is the rate during the last sample, the median over
+    """A clock that also measures the GPU's clock rate. ``mhz``: the rate during the last sample, the median over
     SMs."""
 
     def __init__(self, device: torch.device) -> None:
@@ -107,8 +105,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measured(case: Case, names: Sequence[str], clock: StampedClock, repeats: int) -> list[dict[str, Any]]:
-    """Returns the rows of each way: one for each provider, and one for the matmul alone. All ranks call this function
-    together. Raises ``ValueError`` if a result is wrong."""
+    """The rows of each way: one for each provider, and one for the matmul alone. All ranks call this together. Raises
+    ``ValueError`` if a result is wrong."""
     site = Site(case, clock.device)
     expected, names = site.expected(), chosen(names, [], case, clock.device)
     hidden, compiled = (providers(site, names, [], setting, {}) for setting in ("hidden", "compiled"))

@@ -4,24 +4,23 @@
     python -m bench.compile_cost [--layers 32] [--repeats 3] [--out bench/results/compile_cost.jsonl]
     python -m bench.compile_cost --profile ring --repeats 1 [--phases training] [--sort tottime]
 
-The model is a Hugging Face Llama of 32 layers, sharded by ``tp_plan="auto"``. The process group is torch's fake one,
-and this process is its rank 0. The graphs of rank 0 are compiled, and no compiled code runs. There are two programs:
-the forward without gradients (``inference``), and forward and backward (``training``). There are four settings::
+The model is a Hugging Face Llama, sharded by ``tp_plan="auto"`` over torch's fake process group. Rank 0's graphs are
+compiled, and no compiled code runs. Programs: the forward without gradients (``inference``), and forward and backward
+(``training``). Settings::
 
     plain      the package's hooks are not installed
     auto       the pass chooses the schedules
     ring       schedule ring is forced; the default budget limits how many sites are unrolled
     looping    schedule ring is forced; every ring is one looping op
 
-A compile goes from Dynamo to the generated code. It uses no cache and one thread. Settings take turns. There is one
-row for each program in each setting: the repeat with the least CPU time. Its times are::
+A compile goes from Dynamo to the generated code, with no cache and one thread. Settings take turns. The row of a
+program in a setting is the repeat with the least CPU time::
 
     seconds             CPU time of this process
     compiler_seconds    CPU time of the C++ compiler that this process starts
     pass_seconds        the part of seconds in run_overlap_pass
     lowering_seconds    the part of seconds in the package's lowerings
-    hook_seconds        the part of seconds in the package's wrappers of Inductor's functions; the time of the wrapped
-                        functions themselves is left out
+    hook_seconds        the part of seconds in the package's wrappers of Inductor's functions, without these functions
     gc_seconds          the part of seconds in the garbage collector; the three parts above leave it out
 """
 
@@ -74,8 +73,7 @@ PHASES = ("inference", "training")
 
 
 class Clock:
-    """CPU seconds spent in named functions. If a named function calls another named function, the time of the
-    inner call counts only for the inner function."""
+    """CPU seconds spent in named functions. The time of an inner named function counts only for the inner function."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -108,10 +106,8 @@ class Clock:
 
 
 def instrument(clock: Clock) -> list[OverlapReport]:
-    """From now on, ``clock`` times the pass, the package's lowerings and hooks, and the garbage collector.
-
-    Returns a list to which each run of the pass appends its report.
-    """
+    """Let ``clock`` time the pass, the package's lowerings and hooks, and the garbage collector. Returns a list to
+    which each run of the pass appends its report."""
     reports: list[OverlapReport] = []
     run_pass, wrap = clock.timed("pass", overlap_pass.run_overlap_pass), hooks._wrap
 
@@ -221,8 +217,7 @@ def measured(
 
 
 def with_ratios(found: dict[tuple[str, str], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields the rows. ``ratio`` is the CPU time of a row divided by that of the plain compile of the same phase. A row
-    has no ``ratio`` if that plain compile was not measured."""
+    """The rows, each with ``ratio``: its CPU time divided by that of the plain compile of its phase, if measured."""
     for (_, phase), row in found.items():
         plain = found.get(("plain", phase))
         yield row if plain is None else row | {"ratio": round(row["seconds"] / plain["seconds"], 3)}
@@ -276,7 +271,7 @@ def main() -> None:
 
 
 def cpu_name() -> str:
-    """The processor's name in ``/proc/cpuinfo``. If that file has no name, the processor's architecture."""
+    """The processor's name in ``/proc/cpuinfo``, or else its architecture."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

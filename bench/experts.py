@@ -4,17 +4,16 @@
     torchrun --nproc-per-node 2 -m bench.experts
     torchrun --nproc-per-node 8 -m bench.experts --layers mixtral --tokens 32768 --forms dispatched
 
-A layer has one of two forms (``bench.support.experts``). Every expert has equally many rows.
+Forms of a layer (``bench.support.experts``), with equally many rows for every expert:
 
 - ``all-reduce``: the layer of ``transformers`` at inference. All ranks have all tokens. An all-reduce adds the ranks'
   sums.
 - ``dispatched``: the layer of torchtitan. Each rank has its part of the tokens. Two all-to-alls move rows to their
   experts and back.
 
-The result of each call is compared with the result of the uncompiled layer, before and after the calls are timed. A
-wrong result ends the benchmark. The collectives alone (the all-reduce, or the two all-to-alls) are timed as
-``transfers``. Each JSON row holds two times of each call: one with the host hidden, and one with the host in the loop
-(``bench.timing``).
+Before and after the timing, each result is compared with that of the uncompiled layer. A wrong result ends the
+benchmark. ``transfers`` are the collectives alone. A JSON row holds each call's time with the host hidden and in the
+loop (``bench.timing``).
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ def made(
 
 
 def compiled(layer: torch.nn.Module, **config: Any) -> Callable[..., torch.Tensor]:
-    """``layer``, compiled under ``config``. Dynamo caches by code object, so each call of this function makes a
-    new code object."""
+    """``layer``, compiled under ``config``. Dynamo caches by code object, so each call makes a new one."""
     namespace = {"layer": layer}
     exec("def call(*args): return layer(*args)", namespace)
     function = torch.compile(namespace["call"], dynamic=False)

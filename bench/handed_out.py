@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure how much longer an op takes if it also returns the gathered tensor. The gradient of a weight needs this
-tensor.
+"""Measure how much longer an op takes if it also returns the gathered tensor. A weight's gradient needs this tensor.
 
     torchrun --nproc-per-node 2 -m bench.handed_out [--tokens 2048 8192] --out bench/results/handed_out.jsonl
 
-Shards are gathered to a tensor ``[tokens, 8192]``. This tensor is multiplied by three weights of 4096 columns each (q,
-k and v). These calls are timed in turn::
+The gathered tensor ``[tokens, 8192]`` is multiplied by three weights of 4096 columns each (q, k and v). These calls are
+timed in turn::
 
     keep                   NCCL's all-gather, then three matmuls; the gathered tensor is always produced
-    chunked                the op of chunked; the gathered tensor is not returned
-    fused                  the op of fused; the gathered tensor is not returned
+    chunked                the op of chunked
+    fused                  the op of fused
     chunked, handed out    the op of chunked; the gathered tensor is returned
     fused, handed out      the op of fused; the gathered tensor is returned
     copy                   only a copy of the gathered tensor
 
-Before the timing, results are compared with those of ``keep``. A returned gathered tensor must be bitwise equal to that
-of ``keep``. A call with a wrong result is not timed. Each rank takes the median of a call's samples. A figure is the
-maximum of these medians over ranks, in microseconds of device time with the host hidden.
+Results are first compared with those of ``keep``, gathered tensors bitwise. A call with a wrong result is not timed.
+Figures are microseconds of device time with the host hidden: the median over samples, then the maximum over ranks.
 """
 
 from __future__ import annotations

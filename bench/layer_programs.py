@@ -2,7 +2,7 @@
 """The programs of ``bench.layers``: steps of tensor-parallel models that can be compiled, compared and timed.
 
 The models are a Hugging Face Llama with ``tp_plan="auto"`` and random weights, and DTensor sequence-parallel MLP
-blocks. The models' code is not changed for the pass.
+blocks.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ class Program:
     Attributes:
         phase: a key of ``PHASES``.
         batch, tokens: the number of sequences, and the number of new tokens in each.
-        model: the module that is compiled.
         step: runs the model or its compiled form once, and returns the results to compare.
-        cuda_graphs: whether the model is compiled with CUDA graphs when it runs on GPUs.
+        cuda_graphs: whether the model is compiled with CUDA graphs on GPUs.
     """
 
     phase: str
@@ -98,8 +97,8 @@ def forward(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dt
 
 
 def decode(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
-    """One new token for each sequence. A static cache holds ``sizes.prompt`` earlier tokens. Each step starts at the
-    same position."""
+    """One new token for each sequence, after ``sizes.prompt`` tokens in a static cache. Each step starts at the same
+    position."""
     from transformers import StaticCache
 
     model, ids = _llama(folder, dtype), _ids(sizes.vocabulary, batch, sizes.prompt + tokens, device)
@@ -119,7 +118,7 @@ def decode(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dty
 
 
 def training(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
-    """The forward, the loss computed from labels, and the backward. There is no optimizer."""
+    """The forward, the loss computed from labels, and the backward, without an optimizer."""
     model, ids = _llama(folder, dtype), _ids(sizes.vocabulary, batch, tokens, device)
 
     def step(function: Any) -> Outputs:
@@ -142,7 +141,6 @@ def _blocks(sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: s
 
 
 def blocks_forward(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
-    """Inference of MLP blocks that are written as sequence-parallel, with gathers and scatters."""
     model, x = _blocks(sizes, batch, tokens, dtype, device)
 
     def step(function: Any) -> Outputs:
@@ -153,7 +151,6 @@ def blocks_forward(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: t
 
 
 def blocks_training(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
-    """Forward and backward of sequence-parallel MLP blocks."""
     model, x = _blocks(sizes, batch, tokens, dtype, device)
     x.requires_grad_()
 

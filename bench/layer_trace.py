@@ -2,10 +2,10 @@
 """Divides the time of a step on this rank among kinds of work, in total and for each site.
 
 The kinds are waits for a peer, sends, collectives, matmuls, looping ops and the rest. ``bench.layers --trace FOLDER``
-profiles some steps of each variant, except ``no collectives``. The profiler's ranges of overlap ops carry the site's
-id. A site is open from its first overlap op to its last one. The ranges of matmuls and of plain collectives carry no
-id. Such a range counts for the site that is open at that time. If several sites are open, it counts for the one that
-was opened last.
+profiles some steps of each variant, except ``no collectives``.
+
+The profiler's ranges of overlap ops carry the site's id. A site is open from its first range to its last one. A range
+without id (a matmul or plain collective) counts for the open site that was opened last.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ KINDS = {
     "aten::addmm": "matmul",
     "aten::bmm": "matmul",
 }
-"""The kind of each op. The key is the first word of the name of the op's range. If another range carries a site's id,
-its kind is ``loop``: its op computes the whole site, as a looping op does."""
+"""The kind of each op, by the first word of its range's name. Any other range with a site's id has kind ``loop``: its
+op computes the whole site."""
 OUTSIDE = "outside of sites"
 
 
 @dataclass(frozen=True)
 class Span:
-    """A range of a profile: its name, and its begin and end in microseconds."""
+    """A range of a profile. Times are microseconds."""
 
     name: str
     begin: float
@@ -54,8 +54,8 @@ class Span:
 def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     """``{site: {kind: milliseconds}}``. ``OUTSIDE`` is the key for time outside all sites.
 
-    The key ``span`` of a site holds the time from the site's first op to its last op. A kind's name plus ``s``, for
-    example ``waits``, is the key for the number of ranges of that kind. A range inside a counted range is not counted.
+    Key ``span`` of a site holds the time from its first op to its last op. A kind's name plus ``s``, for example
+    ``waits``, holds the number of its ranges. A range inside a counted range is not counted.
     """
     ordered = sorted(spans, key=lambda s: (s.begin, -s.end))
     bounds: dict[str, list[float]] = {}
@@ -82,9 +82,10 @@ def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
 
 
 def traced(folder: Path, program: Program, functions: Mapping[str, Any], steps: int) -> None:
-    """Profile ``steps`` steps of each function. All ranks call this together. Each rank adds its rows to
-    ``FOLDER/<phase>_<n>_ranks_rank_<r>.jsonl``. A row holds one step of one variant: the step's times, in total and for
-    each site."""
+    """Profile ``steps`` steps of each function. All ranks call this together.
+
+    Each rank adds rows to ``FOLDER/<phase>_<n>_ranks_rank_<r>.jsonl``: the times of each step of each variant.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{program.phase}_{dist.get_world_size()}_ranks_rank_{dist.get_rank()}.jsonl"
     with path.open("a") as file:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which ``bench.layers`` compiles a program.
-
-A program is compiled plain, with overlap under several switches, and without its collectives."""
+"""The ways in which ``bench.layers`` compiles a program: plain, with overlap, and without its collectives."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ class Variant:
 
     Attributes:
         switches: values for fields of ``OverlapConfig``; ``None``: compiled without overlap.
-        right: whether the results are right, so that they are compared. Without collectives, they are wrong.
+        right: whether the results are right and compared. Without collectives, they are wrong.
     """
 
     name: str
@@ -43,7 +41,7 @@ def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[V
 
     Args:
         schedule: the schedule of the variants that are not named ``auto``.
-        machine: the value of switch ``machine`` for ``auto``; empty if the switch is not set.
+        machine: the value of switch ``machine`` for ``auto``, or empty.
         switches: further switches of every variant with overlap.
     """
     found = [Variant(PLAIN)]
@@ -60,8 +58,7 @@ def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[V
 
 
 def compiled(variant: Variant, model: Any, cuda_graphs: bool) -> Any:
-    """``model`` compiled as ``variant`` says. With ``cuda_graphs``, the compile also gets the options of
-    ``mode="reduce-overhead"``."""
+    """``model`` compiled as ``variant`` says, with ``cuda_graphs`` as in ``mode="reduce-overhead"``."""
     options: dict[str, Any] = dict(torch._inductor.list_mode_options("reduce-overhead")) if cuda_graphs else {}
     if variant.switches is not None:
         options |= {"mode": "on", "notice": "off", **variant.switches}
@@ -112,8 +109,8 @@ def sites(reports: Sequence[OverlapReport]) -> dict[str, int]:
 
 
 def stretches(reports: Sequence[OverlapReport]) -> list[dict[str, Any]]:
-    """For each stretch, the outcome of the sequence-parallel rewrite and its estimates. A stretch of a training step is
-    in the reports of the forward and of the backward graph. It is listed once."""
+    """For each stretch, the outcome of the sequence-parallel rewrite and its estimates. A stretch in the reports of the
+    forward and of the backward is listed once."""
     found = {s.id: s for r in reports for s in r.stretches}
     return [
         {

@@ -6,17 +6,16 @@ The models are an unchanged Hugging Face Llama, and sequence-parallel MLP blocks
     sudo .venv/bin/python -m bench.layers                    # gloo ranks on a slow link: 2, then 4
     torchrun --nproc-per-node 8 -m bench.layers --device cuda
 
-A program is compiled in several variants (``bench.layer_variants``). Each variant is compared with the eager program in
-fp32 on random data. The variants are then timed in turn, in a new order each round. Times are milliseconds of a step:
-median, 20th and 80th percentile, each the maximum over ranks.
+Each variant of a program (``bench.layer_variants``) is compared with the eager program in fp32 on random data. The
+variants are then timed in turn. Times are milliseconds of a step: median, 20th and 80th percentile, each the maximum
+over ranks.
 
-The variant ``no collectives`` has local ops in place of the program's collectives. Its time shows what a step takes
-without transfers. Variants with overlap may be even faster, because the sequence-parallel rewrite also divides
-token-wise work among the ranks. The results of ``no collectives`` are wrong and are not compared.
+Variant ``no collectives`` has local ops in place of collectives. It shows the time without transfers; its results are
+wrong and are not compared. Variants with overlap may be even faster, because the sequence-parallel rewrite divides
+token-wise work among the ranks.
 
-Rows are added to ``bench/results/layers_slow_link.jsonl`` (slow link) or ``bench/results/layers.jsonl`` (GPUs). Two
-commands read the rows of the slow link: ``python -m bench.report`` draws ``docs/assets/layers.png``, and
-``python tools/make_docs.py`` writes a table.
+Rows are added to ``bench/results/layers_slow_link.jsonl`` (slow link) or ``bench/results/layers.jsonl`` (GPUs).
+``python -m bench.report`` draws ``docs/assets/layers.png`` from the slow link's rows.
 """
 
 from __future__ import annotations
@@ -119,9 +118,8 @@ def settings_of(options: argparse.Namespace, megabits: int | None) -> Settings:
 
 
 def told_about(megabits: int) -> str:
-    """The value of switch ``machine`` for ranks on a slow link. It has the rate of the link, and the rate of this CPU's
-    matmuls on one thread, rounded to two digits. The matmul is timed several times, and the shortest time counts,
-    because other programs may use the CPU at the same time."""
+    """The value of switch ``machine`` for a slow link: the link's rate and this CPU's rate of matmuls on one thread.
+    The shortest of several times counts."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -196,8 +194,7 @@ def on_gpus(options: argparse.Namespace) -> None:
                 print(json.dumps(row), flush=True)
                 rows.append(out, [row])
         dist.barrier()
-    # When a communicator is destroyed, NCCL waits until no CUDA graph holds one of its calls. So the graphs are dropped
-    # first.
+    # NCCL destroys a communicator only when no CUDA graph holds one of its calls, so the graphs are dropped first.
     torch._dynamo.reset()
     torch.cuda.synchronize()
     finish_rank()

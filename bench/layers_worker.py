@@ -34,6 +34,7 @@ from bench.layer_variants import counted
 from bench.layer_variants import sites
 from bench.layer_variants import stretches
 from bench.layer_variants import variants
+from bench.support import cores
 from bench.timing import Clock
 from bench.timing import greatest
 from bench.timing import in_turn
@@ -43,7 +44,7 @@ from overlap_inductor.report import publish as reporting
 FLOOR = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 """For each dtype, an error that every variant may have. It is relative to a tensor's largest element."""
 SLACK = 1.5
-"""A variant's error may also be above ``FLOOR``, but at most this factor times the error of plain ``torch.compile``."""
+"""A variant's error may also be above ``FLOOR``, up to this factor times the error of plain ``torch.compile``."""
 
 
 class Wrong(RuntimeError):
@@ -61,7 +62,7 @@ class Settings:
         link: a description of the link between the ranks.
         repeats: the largest number of rounds of samples.
         seconds: about how long each program may be timed.
-        trace: the folder for the traces (``bench.layer_trace``). If it is the empty string, nothing is traced.
+        trace: the folder for the traces (``bench.layer_trace``), or empty.
         trace_steps: the number of steps of each variant to trace.
     """
 
@@ -90,9 +91,8 @@ class Settings:
 
 
 def error(found: Outputs, reference: Outputs) -> float:
-    """The largest difference from ``reference`` over all outputs and ranks, relative to each tensor's largest element.
-    ``reference`` is on the CPU, in fp32. The difference is infinite if the names of the outputs differ, if a result is
-    not finite, or if a reference is zero everywhere."""
+    """The largest difference from ``reference`` (fp32, on the CPU) over all outputs and ranks, relative to each
+    tensor's largest element. Infinite if names differ, a result is not finite, or a reference is zero everywhere."""
     if found.keys() != reference.keys():
         return greatest(float("inf"))
     largest = 0.0
@@ -103,9 +103,8 @@ def error(found: Outputs, reference: Outputs) -> float:
 
 
 def memory_of(program: Program, function: Any, device: str) -> tuple[float, float]:
-    """``(most, more)`` in MiB. ``most`` is the peak memory of one step. ``more`` is this peak minus the memory before
-    the step. On GPUs, the memory is what the allocator has allocated. On CPUs, it is the resident memory of the
-    process."""
+    """``(peak memory of one step, the part of it that the step adds)`` in MiB: allocated memory on GPUs, resident
+    memory of the process on CPUs."""
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -136,9 +135,11 @@ def reference_of(folder: Path, settings: Settings, case: tuple[str, int, int]) -
 
 
 def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Iterator[dict[str, Any]]:
-    """The rows of one program. Before the variants are timed, their errors are checked. Raises ``Wrong`` if a variant's
-    error is above ``FLOOR`` and above ``SLACK`` times the error of ``plain``. Any error of ``plain`` itself is
-    allowed."""
+    """The rows of one program. Errors are checked before the timing.
+
+    Raises:
+        Wrong: a variant's error is above ``FLOOR`` and above ``SLACK`` times the error of ``plain``.
+    """
     phase, batch, tokens = case
     reference = reference_of(folder, settings, case)
     program = PHASES[phase](folder, settings.sizes, batch, tokens, settings.dtype, settings.device)
@@ -192,22 +193,22 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
 
 @contextmanager
 def _on_one_core(device: str) -> Iterator[None]:
-    """On a CPU, keep this thread on a core of its own if there are enough cores. At the end, allow all cores again, so
-    that processes which Inductor starts to compile may use all of them."""
-    cores = sorted(os.sched_getaffinity(0))
+    """On a CPU, keep this thread on a physical core of its own if there are enough cores. At the end, allow all cores
+    again."""
+    before = os.sched_getaffinity(0)
     if device == "cpu":
-        os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
+        os.sched_setaffinity(0, {cores.own_core(dist.get_rank(), dist.get_world_size(), cores.allowed_cores())})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, cores)
+        os.sched_setaffinity(0, before)
 
 
 def _first_run(
     variant: Variant, program: Program, function: Any, reference: Outputs, settings: Settings
 ) -> dict[str, Any]:
-    """Run three steps: the first compiles, the results of the second are compared, the third is measured for memory.
-    Returns the row's error, compile time, memory, collectives, sites, stretches and switches."""
+    """Run three steps: the first compiles, the second is compared, the third is measured for memory. Returns figures
+    for the row."""
     reporting.forget_reports()
     dist.barrier()
     begin = time.perf_counter()
@@ -215,8 +216,8 @@ def _first_run(
     first = time.perf_counter() - begin
     begin = time.perf_counter()
     found = program.step(function)
-    # The first step compiles and then runs. Its running time is taken to be that of the second step, and is subtracted.
-    # (On GPUs, this is the host's time. With CUDA graphs, the second step also records the graph.)
+    # The first step compiles and runs. Its running time is taken to be that of the second step. (On GPUs, this is host
+    # time, and with CUDA graphs the second step also records the graph.)
     first -= time.perf_counter() - begin
     off = error(found, reference)
     reports = reporting.all_reports() if variant.switches is not None else []
@@ -235,8 +236,7 @@ def _first_run(
 
 
 def run(settings: Settings, folder: Path, where: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all programs, one after the other. All ranks call this together, after
-    ``init_process_group``."""
+    """Yield the rows of all programs. All ranks call this together, after ``init_process_group``."""
     torch._dynamo.config.recompile_limit = 64
     device = torch.device(settings.device, torch.cuda.current_device() if settings.device == "cuda" else None)
     shared = {"ranks": dist.get_world_size(), "link": settings.link, **vars(settings.sizes), **rows.environment(device)}
@@ -255,7 +255,7 @@ def main() -> None:
     settings, folder = Settings.from_json(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    where = {"cores": len(os.sched_getaffinity(0))}
+    where = {"cores": len(os.sched_getaffinity(0)), "physical_cores": len(cores.allowed_cores())}
     for row in run(settings, folder, where):
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)

@@ -5,13 +5,12 @@
     torchrun --nproc-per-node 8 -m bench.lookups --tables 64 256 --batch 4096 65536 --width 64 256 --pooling 1 20 100
     torchrun --nproc-per-node 8 -m bench.lookups --mode mean --jagged --dtype bfloat16 --budget-seconds 300
 
-Before and after the calls are timed, each result is compared with sums in fp64. A wrong result ends the benchmark. Two
-parts are timed alone: ``lookups`` is the plain graph without the all-to-all, and ``exchange`` is only the all-to-all.
-All calls except ``exchange`` are compiled.
+Before and after the timing, each result is compared with sums in fp64. A wrong result ends the benchmark. Two parts are
+timed alone: ``lookups`` is the plain graph without the all-to-all, and ``exchange`` is only the all-to-all. All other
+calls are compiled.
 
-A JSON row is about one case. It holds two times of each call: one with the host hidden, and one with the host in the
-loop (``bench.timing``). It also holds the estimates of the cost model. A row is appended to the file as soon as its
-case is measured.
+A case is a JSON row. It holds each call's time with the host hidden and in the loop (``bench.timing``), and the cost
+model's estimates.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def cases(options: argparse.Namespace) -> list[LookupCase]:
 
 
 def compiled(function: Callable[..., Any], **config: Any) -> tuple[Callable[..., Any], dict[str, float]]:
-    """``(call, estimates)``. The first ``call`` compiles ``function`` under ``config``. It also adds the cost model's
+    """``(call, estimates)``. The first ``call`` compiles ``function`` under ``config`` and adds the cost model's
     estimates to ``estimates``, except with mode ``off``."""
     namespace = {"function": function}
     exec("def call(*args): return function(*args)", namespace)

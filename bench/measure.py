@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one case: builds every provider, checks it against fp32 on random data, times all providers in turn, and
-checks each provider again."""
+"""Measures one case. Every provider is checked against fp32 on random data, before and after all are timed in turn."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def measure(
     seconds: float,
     where: Mapping[str, Any],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yields the rows of each setting. All ranks call this function together.
+    """Yields the rows of each setting. All ranks call this together.
 
     Raises:
         WrongResult: on all ranks, naming the provider.
@@ -47,8 +46,8 @@ def measure(
     expected, names = site.expected(), chosen(names, variants, case, clock.device)
     made: dict[str, Provider] = {}
     found = {setting: providers(site, names, variants, setting, made) for setting in settings}
-    # Load every kernel before anything is timed. Loading a kernel waits until all running kernels have ended, also
-    # kernels that wait for a peer.
+    # Load every kernel before the timing. A load waits until all running kernels have ended, also kernels that wait for
+    # a peer.
     for setting in settings:
         for provider in found[setting]:
             provider.call()

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays one rank of a larger group on 2 GPUs, to try, check and time parameters for 4 and 8 GPUs.
+"""Plays one rank of a larger group on 2 GPUs, to check and time parameters for 4 and 8 GPUs.
 
     torchrun --nproc-per-node 2 -m bench.mirrored --world-size 8 --tokens 1024 4096 [--out rows.jsonl] \\
         [--variants '{"name": ["fused", {"parts": 2}]}']
 
-Each GPU plays rank 0 of ``--world-size`` ranks. For each GPU, the other GPU plays all of its peers. A GPU multiplies,
-sends and receives exactly what it would in the larger group, and uses the same NVLink. (The links of a GPU end in a
-switch, so one peer can use the GPU's whole bandwidth.)
+Each GPU plays rank 0 of ``--world-size`` ranks, and the other GPU plays all of its peers. A GPU multiplies, sends and
+receives exactly what it would in the larger group.
 
-**Where rows are written.** Rank 0 sends rows to peer ``p``. The other GPU, which plays this peer, also counts itself as
-rank 0. To the other GPU, the sender is therefore rank ``world_size - p``. So the rows are written to the place of rank
-``world_size - p`` in the other GPU's workspace.
+**Where rows are written.** A GPU sends as rank 0 to peer ``p``. The other GPU counts itself as rank 0, so its sender is
+rank ``world_size - p``. The rows go to that rank's place in the other GPU's workspace.
 
-**What is missing.** Delays of single peers, contention at receivers, and NCCL's collective are missing. So there is no
-row for ``keep``, and times are compared with the matmul alone.
+**What is missing.** Delays of single peers, contention at receivers, and NCCL's collective. So there is no row for
+``keep``, and times are compared with the matmul alone.
 
-**How good the times are.** Times of this program with ``--world-size 8`` were compared with times on 8 GPUs::
+**How good the times are.** With ``--world-size 8``, against times on 8 GPUs::
 
     gathers and scatters, from 2048 tokens on    within 5 %
     all-reduces of fused                         6 to 13 % longer on 8 GPUs
@@ -23,13 +21,11 @@ row for ``keep``, and times are compared with the matmul alone.
         4096 tokens in 2 bands                   720 us on 8 GPUs, 574 us here
         4096 tokens in 4 bands                   914 us on 8 GPUs, 692 us here
 
-On 8 GPUs, several ranks send to the same receiver at once (``transports.copy_engine``). Here, each receiver has one
-sender. So times from this program cannot tell which number of bands is best, or whether ``chunked`` in bands or
-``fused`` is faster.
+On 8 GPUs, several ranks send to one receiver at once (``transports.copy_engine``). So this program cannot compare
+numbers of bands, or ``chunked`` in bands with ``fused``.
 
-Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so the kernels
-of a call do not wait until the other GPU has read the data of the previous call. Instead, a barrier or an all-reduce
-before each call ensures that this data has been read.
+Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset. In their place,
+a barrier or an all-reduce before each call ensures that the previous call's data has been read.
 """
 
 from __future__ import annotations
@@ -99,21 +95,20 @@ def mirrored(
     """Make ``buffer``, which two GPUs share, look to rank 0 like the buffers of ``world_size`` ranks.
 
     Rank 0 writes to peer ``p`` as source 0. The write reaches the place of source ``world_size - p`` in the other GPU's
-    memory. So a GPU receives from its peers in the order in which it would in the larger group.
+    memory. So a GPU receives from its peers in the order of the larger group.
 
     Args:
         shift: elements from the place of one source to that of the next.
         margin: elements to leave free at the beginning of the buffer.
-        turned: whether the buffer holds the flags of a gather by copy engines with turns. Copies write these flags
-            through ``peers``. The kernel that waits for a turn reads the flags through ``pointers``. Before a copy to
-            receiver ``p``, this kernel reads the flag of source ``world_size - 1``. But ``peers[p]`` begins at source
-            ``world_size - p``, so a read relative to ``peers[p]`` would go past the last source's flag. To prevent
-            this, ``pointers`` are lower by ``world_size * shift`` elements. The kernel then reads the flag of source
-            ``world_size - 1 - p``. This GPU's copy to receiver ``p + 1``, one turn earlier, has set that flag. Credits
-            that kernels write through the lowered ``pointers`` fall into the margin.
+        turned: whether the buffer holds the flags of a gather by copy engines with turns.
+
+    Copies write turned flags through ``peers``. Before a copy to receiver ``p``, a kernel reads the flag of source
+    ``world_size - 1`` through ``pointers``. Relative to ``peers[p]``, that is past the last flag. So ``pointers`` are
+    lower by ``world_size * shift`` elements, and the kernel reads the flag of source ``world_size - 1 - p``. This GPU's
+    copy to receiver ``p + 1`` has set it one turn earlier. Credits written through ``pointers`` fall into the margin.
 
     Raises:
-        ValueError: the margin is smaller than ``world_size * shift`` elements, and ``turned`` is set.
+        ValueError: ``turned`` is set, and the margin is smaller than ``world_size * shift`` elements.
     """
     local, other = buffer.local[margin:], buffer.peers[1 - dist.get_rank()][margin:]
     back = world_size * shift * other.element_size() if turned else 0
@@ -161,7 +156,7 @@ class Site:
         other = both[1 - dist.get_rank()]
         if self.pattern == "all_gather_matmul":
             return torch.cat([mine, *([other] * (self.world_size - 1))]) @ self.b.float()
-        # A band is a part of each rank's shard. If there is one band, it is the whole shard.
+        # A band is a part of each rank's shard, or the whole shard if there is one band.
         mine, other = (x.view(bands, self.world_size, self.rows // bands, -1) for x in (mine, other))
         reduced = (mine[:, 0] + other[:, 1:].sum(1)).reshape(self.rows, -1)
         if self.pattern == "matmul_reduce_scatter":
@@ -177,9 +172,11 @@ class Site:
         )
 
     def provider(self, schedule: str, settings: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], int]:
-        """Returns a function that calls the schedule with these parameters, and the number of bands of such a call.
+        """A function that calls the schedule with these parameters, and the number of bands of a call.
+
         Both ranks make and use providers in the same order, one at a time. Raises ``ValueError`` if a parameter is out
-        of range, or if bands are not of one size."""
+        of range, or if bands are not of one size.
+        """
         text, sms, pattern = json.dumps(settings), symmetric.multiprocessors(self.a.device), self.pattern
         width = self.a.shape[1] if pattern == "all_gather_matmul" else self.b.shape[1]
         if schedule == "fused":
@@ -254,14 +251,16 @@ DEFAULTS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         **{f"chunked copy_engine b{b}": ("chunked", {"transport": "copy_engine", "bands": b}) for b in (1, 2, 4)},
     },
 }
-"""The variants that run without ``--variants``: by pattern and name, ``(schedule, parameters)``. For ``fused``, the
-parameters override the tuned ones."""
+"""The variants that run without ``--variants``: by pattern and name, ``(schedule, parameters)``. Parameters of
+``fused`` override the tuned ones."""
 
 
 def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats: int) -> list[dict[str, Any]]:
-    """Check and time each variant. Returns a row for the matmul alone, then a row for each variant. ``us`` is the
-    median of ``repeats`` samples on the slower GPU. A row has no ``us`` if the result was wrong or if the variant
-    cannot run. ``left_out`` says why it cannot run."""
+    """Check and time each variant. Returns a row for the matmul alone, then a row for each variant.
+
+    ``us`` is the median of ``repeats`` samples on the slower GPU. It is missing if the result was wrong or the variant
+    cannot run (``left_out`` says why).
+    """
     rows: list[dict[str, Any]] = []
     known: dict[int, torch.Tensor] = {}
     alone = worst(statistics.median(timed({"matmul": site.matmul}, repeats)["matmul"]))
@@ -277,8 +276,8 @@ def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats
         site.forget()
         off = 0.0
         for _ in range(2):
-            # The barrier replaces credits: a call must not begin before the other GPU has read the data of the previous
-            # call.
+            # The barrier replaces credits: a call must not begin before the other GPU has read the previous call's
+            # data.
             found = run()
             torch.cuda.synchronize()
             error = float((found.float() - known[bands]).abs().max() / known[bands].abs().max())

@@ -6,14 +6,12 @@ The model is an unchanged Hugging Face Llama with the layer shapes of llama3-70b
     torchrun --nproc-per-node 4 -m bench.models [--layers 2] [--tokens 1024 4096] [--batches 1 16] \\
         --out bench/results/models.jsonl
 
-For each number in ``--tokens``, one sequence of this length runs (prefill), with the host in the loop. For each number
-in ``--batches``, that many sequences of one token run, as CUDA graphs (``triton.cudagraphs``). Such a call has the
-matmuls and collectives of a decode step. Before a shape is timed, its logits are compared with those of the eager
-model.
+- ``--tokens``: one sequence of each length runs (prefill), with the host in the loop.
+- ``--batches``: that many sequences of one token run, as CUDA graphs (``triton.cudagraphs``).
 
-A sample is the mean of three calls. Each rank takes the median of its samples. The time in a row is the maximum of
-these medians over ranks, in milliseconds. ``graphs_made`` in a row is the number of CUDA graphs into which launches of
-sites were captured (``runtime.replay``).
+Before a shape is timed, its logits are compared with those of the eager model. A row's time is in milliseconds: the
+mean of three calls, the median over samples, then the maximum over ranks. ``graphs_made``: the number of CUDA graphs
+with captured launches of sites (``runtime.replay``).
 """
 
 from __future__ import annotations
@@ -135,8 +133,7 @@ def main() -> None:
             if arguments.out:
                 with open(arguments.out, "a") as file:
                     file.write(json.dumps(row) + "\n")
-    # When a communicator is destroyed, NCCL waits until no CUDA graph holds one of its calls. So the graphs are dropped
-    # first.
+    # NCCL destroys a communicator only when no CUDA graph holds one of its calls, so the graphs are dropped first.
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.synchronize()

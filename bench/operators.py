@@ -8,21 +8,18 @@
     torchrun --nproc-per-node 4 -m bench.operators --schedules fused --settings hidden \\
         --set fused.parts=1 fused.parts=2,pushers=8
 
-A case is a pattern of a layer at a token count. A provider is one way to compute a case (``bench.providers``). All
-providers of a case compute it on the same random data. Each result is compared with one computed in fp32 (fp64 for fp32
-operands), before and after the providers are timed. A wrong result ends the benchmark. The providers are timed in turn,
-round after round, together with the matmul alone and the collective alone.
+A case is a pattern of a layer at a token count. Its providers (``bench.providers``) compute it on the same random data.
+They are timed in turn with the matmul alone and the collective alone. Before and after the timing, each result is
+compared with one in fp32 (fp64 for fp32 operands). A wrong result ends the benchmark.
 
-There are two settings:
+Settings:
 
 - ``hidden``: the GPU sleeps before each call, so the host's time does not count.
-- ``compiled``: compiled graphs run one after the other, so a slow host makes the time longer. ``keep`` is then the
-  plain graph of Inductor.
+- ``compiled``: compiled graphs run one after the other, so a slow host makes the time longer. ``keep`` is Inductor's
+  plain graph.
 
-Each rank takes the median over rounds. The time in a row is the maximum of these medians over ranks.
-
-When a case has been timed in a setting, its rows are appended to the file (``bench.rows``). ``python -m bench.report``
-makes tables and plots from them.
+A row's time is the median over rounds, then the maximum over ranks. Rows are appended to the file (``bench.rows``) when
+their case has been timed. ``python -m bench.report`` makes tables and plots from them.
 """
 
 from __future__ import annotations
@@ -127,8 +124,8 @@ def say(*lines: object) -> None:
 
 
 def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: torch.device) -> list[str]:
-    """A line for each case that cannot be cut into equal shards. Also a line for each provider and pattern, if the
-    provider cannot compute the pattern in some case."""
+    """A line for each case that cannot be cut into equal shards. Also a line for each provider and pattern with a case
+    that it cannot compute."""
     lines = [f"{case}: {case.why_not()}" for case in all_cases if case.why_not()]
     wanted = [n for n in provider_names() if n in arguments.schedules or n.split("/")[0] in arguments.schedules] + [
         v.name for v in arguments.variants
@@ -141,11 +138,10 @@ def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: t
 
 
 def run(arguments: argparse.Namespace, device: torch.device, start: float) -> list[dict[str, Any]]:
-    """Measure the cases and return their rows. Rank 0 also appends the rows to the file as soon as they are measured.
-    All ranks call this function together.
+    """Measure the cases and return their rows. Rank 0 also appends them to the file. All ranks call this together.
 
-    The time budget begins at ``start``. The first case always runs. A later case is assumed to take as long as the
-    longest case so far. If this time would exceed the budget, the case and all cases after it are left out.
+    The time budget begins at ``start``. The first case always runs. Each later case is assumed to take as long as the
+    longest case so far. When this exceeds the rest of the budget, no further case runs.
     """
     clock, world_size, where = Clock(device), dist.get_world_size(), rows.environment(device)
     found: list[dict[str, Any]] = []

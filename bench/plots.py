@@ -18,9 +18,11 @@ from bench.tables import row_efficiency
 
 
 def slow_link(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw speed-up and overlap efficiency against the ratio of computation time to transfer time. There is a column of
-    panels for each world size, and a line for each program. The drawn rows are stored in the file as its description.
-    A test compares them with the rows in ``bench/results``."""
+    """Draw speed-up and overlap efficiency against the ratio of computation time to transfer time. Each world size has
+    a column of panels.
+
+    The drawn rows are stored in the file as its description. A test compares them with the rows in ``bench/results``.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -66,10 +68,11 @@ def _ratio(row: dict[str, Any]) -> float:
 
 
 def layers(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the speed-up of each variant over plain ``torch.compile``, in groups of bars. The line on a bar shows the
-    speed-ups at the 80th and at the 20th percentile of the time. A mark shows the speed-up of the program without its
-    collectives. The drawn rows are stored in the file as its description. A test compares them with the rows in
-    ``bench/results``."""
+    """Draw the speed-up of each variant over plain ``torch.compile``, in groups of bars. A line shows the speed-ups at
+    the 80th and 20th percentile of the time. A mark shows the speed-up without collectives.
+
+    The drawn rows are stored as in ``slow_link``.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -112,10 +115,8 @@ FIGURES = {"speedup": "speed-up over keep", "ratio": "time / max(matmul, collect
 def operators(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
     """Draw rows of ``bench.operators`` against tokens, and return the files.
 
-    Each combination of machine, shape and dtype gets two files in ``folder``. One shows the speed-up. The other shows
-    the time divided by the longer of the times of matmul and collective. A file has a panel for each setting and
-    pattern, and a line for each provider. Rows of schedules whose parameters were set by ``--set`` are in the tables
-    only.
+    Each machine, shape and dtype gets a file for each entry of ``FIGURES``. Rows whose parameters were set by ``--set``
+    are left out.
     """
     return [
         _against_tokens(same, figure, folder)
@@ -166,10 +167,11 @@ HEADLINE_NAMES = {"auto": "overlap_inductor (schedule auto)", "async_tp": "PyTor
 
 
 def headline(found: list[dict[str, Any]], path: Path) -> None:
-    """Draw README's picture. It has a panel for each pattern. At each token count, a panel has a bar for each
-    provider's speed-up over plain ``torch.compile``, and a mark. The mark shows the speed-up if the shorter of matmul
-    and collective were wholly hidden. The drawn rows (``summaries.headline_rows``) are stored in the file as its
-    description. A test compares them with the rows in ``bench/results``."""
+    """Draw README's picture, with a panel for each pattern. At each token count, bars show the providers' speed-ups
+    over plain ``torch.compile``. A mark shows the speed-up if the shorter of matmul and collective were wholly hidden.
+
+    The drawn rows (``summaries.headline_rows``) are stored as in ``slow_link``.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -189,7 +191,7 @@ def headline(found: list[dict[str, Any]], path: Path) -> None:
         axis.plot(
             range(len(rows)), [row["limit"] for row in rows], "_", color="black", markersize=26, markeredgewidth=2
         )
-        # The line is drawn behind the bars. In front of them, it would cross the numbers of bars that end near 1.
+        # Drawn behind the bars: in front, the line would cross the numbers of bars that end near 1.
         axis.axhline(1.0, color="grey", linewidth=0.8, zorder=0)
         axis.set_xticks(range(len(rows)), [str(row["tokens"]) for row in rows])
         axis.set_xlim(-0.6, len(rows) - 0.4)

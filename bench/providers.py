@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The providers of a case.
-
-A provider is one way to compute the case:
+"""The providers of a case: the ways to compute it.
 
 - ``keep``: the matmul and the collective of the plain graph, one after the other;
-- ``async_tp``: Inductor's async TP;
+- ``async_tp``: Inductor's async TP, called as Inductor's output code calls it;
 - a schedule over one of its transports;
 - ``auto``: the schedule that the planner chooses;
-- a schedule with parameters other than those of its plan.
+- a schedule with parameters other than those of its plan (``Variant``).
 
 What a provider calls depends on the setting:
 
-- ``hidden`` (only GPU time counts): if a schedule turns a site into one op, this op is called directly. The ring and
+- ``hidden`` (only GPU time counts): the op of a schedule that turns a site into one op is called directly. The ring and
   ``auto`` are compiled graphs. ``keep`` runs eagerly.
-- ``compiled``: ``keep``, ``auto`` and every schedule are compiled graphs. Schedules with other parameters are left out.
-
-Async TP is not compiled in either setting: its op is called as Inductor's output code calls it.
+- ``compiled``: ``keep``, ``auto`` and every schedule are compiled graphs. Variants are left out.
 """
 
 from __future__ import annotations
@@ -53,18 +49,16 @@ ASYNC_TP = ("all_gather_matmul", "matmul_reduce_scatter")
 """The patterns for which Inductor's async TP has ops."""
 LIMIT_MIB = 1 << 16
 RING_PARTS = 1
-"""The number of sub-chunks of a shard. Over NCCL, one sub-chunk was the fastest in most cases of an MLP
+"""The number of sub-chunks of a shard. Over NCCL, one was the fastest in most cases of an MLP
 (bench/results/ring_nccl.jsonl)."""
 
 
 def provider_names() -> list[str]:
-    """The providers, in the order of the tables."""
     return ["keep", "async_tp", *(f"{s.name}/{t}" for s in SCHEDULES for t in s.transports), "auto"]
 
 
 def kinds_of(offered: Sequence[str]) -> list[str]:
-    """The names in ``offered`` without their transports, each once. ``keep`` is left out, because it is always
-    timed."""
+    """The names in ``offered`` without their transports and without ``keep``, each once."""
     return list(dict.fromkeys(name.split("/")[0] for name in offered if name != "keep"))
 
 
@@ -74,10 +68,9 @@ class Provider:
 
     Attributes:
         call: computes the case.
-        runs: what ``call`` runs: ``keep``, ``async_tp`` or the name of a schedule. For ``auto``, it is the name of the
-            schedule that the planner chose.
-        parameters: the parameters of that schedule. If ``call`` is a compiled graph, they are those of the plan.
-            Otherwise they are those that the op gets. Empty for the providers ``keep`` and ``async_tp``.
+        runs: ``keep``, ``async_tp`` or the name of the schedule that runs, also for ``auto``.
+        parameters: the schedule's parameters: those of the plan in a compiled graph, else those that the op gets. Empty
+            for ``keep`` and ``async_tp``.
         held: bytes of symmetric memory that the call needs on each rank.
     """
 
@@ -102,9 +95,11 @@ class Variant:
 
     @classmethod
     def parse(cls, argument: str) -> Variant:
-        """Read a text such as ``fused.parts=2,pushers=8``. A value is JSON. If it is not valid JSON, it is a string.
-        Raises ``ValueError`` if the schedule does not turn a site into one op, or if a part of the text sets no
-        parameter of the schedule. Values are not checked."""
+        """Read a text such as ``fused.parts=2,pushers=8``. A value is JSON, or else a string. Values are not checked.
+
+        Raises:
+            ValueError: the schedule does not turn a site into one op, or has no such parameter.
+        """
         schedule, _, text = argument.partition(".")
         settable = {s.name: s.single_op.parameters for s in SCHEDULES if s.single_op is not None}
         if schedule not in settable:
@@ -130,7 +125,7 @@ class Variant:
 
 
 def why_not(name: str, case: Case, device: torch.device) -> str | None:
-    """Why a provider cannot compute a case here; ``None`` if it can. All ranks get the same answer."""
+    """Why a provider cannot compute a case here, or ``None``. All ranks get the same answer."""
     kind, ranks = re.split("[/ ]", name)[0], tuple(range(case.world_size))
     if kind == "async_tp":
         if case.scaled:
@@ -176,7 +171,7 @@ def keep(site: Site) -> Provider:
 
 
 def async_tp(site: Site) -> Provider:
-    # The workspace of async TP holds one shard for a gather and two shards for a reduce-scatter
+    # The workspace of async TP holds one shard for a gather, two for a reduce-scatter
     # (torch.distributed._symmetric_memory).
     case = site.case
     shards, width = (1, case.inner) if site.example.first else (2, case.columns)
@@ -184,8 +179,8 @@ def async_tp(site: Site) -> Provider:
 
 
 def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) -> Provider:
-    """Make a provider that calls the op of ``schedule`` with ``settings``, and prepare the op's workspace. All ranks
-    call this together."""
+    """A provider that calls the op of ``schedule`` with ``settings``, with the op's workspace prepared. All ranks call
+    this together."""
     case, text, label = site.case, json.dumps(settings, sort_keys=True), f"{name} {site.case}"
     needs = request(case, schedule, text, label)
     place = workspace_of(site.group, site.device)
@@ -214,12 +209,12 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
 
 
 def compiled(site: Site, name: str, **switches: Any) -> Provider:
-    """A provider that computes the case as a model does. It is compiled and called once. With ``switches``, the
-    package's backend compiles it. Without them, plain Inductor compiles it. All ranks call this together.
+    """A provider that computes the case as a model does, compiled and called once. With ``switches``, the package's
+    backend compiles it, else plain Inductor. All ranks call this together.
 
     Raises:
-        RuntimeError: the graph does not hold exactly one site, the site was compiled with another schedule than
-            requested, or the site has no workspace.
+        RuntimeError: the graph does not hold exactly one site, or the site has another schedule than requested or no
+            workspace.
     """
     # Dynamo caches compiled functions by code object, so each provider gets a code object of its own.
     namespace: dict[str, Any] = {"function": plain(site.example, site.group)}
@@ -262,8 +257,8 @@ def _check_room(site: Site, label: str, name: str) -> None:
 
 
 def chosen(wanted: Sequence[str], variants: Sequence[Variant], case: Case, device: torch.device) -> list[str]:
-    """The names of the providers that compute the case here: ``keep``, those of ``wanted``, then the variants. In
-    ``wanted``, the name of a schedule stands for the schedule over each of its transports."""
+    """The names of the providers that compute the case here: ``keep``, ``wanted``, then the variants. In ``wanted``,
+    the name of a schedule stands for the schedule over each of its transports."""
     found = [n for n in provider_names() if n == "keep" or n in wanted or n.split("/")[0] in wanted]
     return [n for n in [*found, *(v.name for v in variants)] if why_not(n, case, device) is None]
 
@@ -271,12 +266,10 @@ def chosen(wanted: Sequence[str], variants: Sequence[Variant], case: Case, devic
 def providers(
     site: Site, wanted: Sequence[str], variants: Sequence[Variant], setting: str, made: dict[str, Provider]
 ) -> list[Provider]:
-    """The providers named in ``wanted`` for ``setting``. In setting ``compiled``, variants are left out. All ranks call
-    this together.
+    """The providers named in ``wanted`` for ``setting``. All ranks call this together.
 
     Args:
-        made: the compiled providers that exist already, by name. They are used again. New compiled providers are added
-            to ``made``.
+        made: the compiled providers by name. They are used again, and new ones are added.
     """
     found = []
     for name in wanted:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two kernels of ``bench.transfers`` that push a shard to every peer.
-
-One kernel uses ordinary stores. The other kernel uses bulk copies through shared memory."""
+"""Two kernels of ``bench.transfers`` that push a shard to every peer. One uses ordinary stores, the other bulk copies
+through shared memory."""
 
 from __future__ import annotations
 
@@ -27,16 +26,16 @@ def push_striped(
 ):
     """Store ``src`` to word ``offset`` of every peer's memory, in ``PARTS`` parts with a flag for each part.
 
-    A part is divided into runs of ``BLOCK`` words. Each block stores every ``BLOCKS``-th run. Different blocks start
-    with different peers, so that all peers receive at the same time. Grid: ``[BLOCKS]``.
+    A part is divided into runs of ``BLOCK`` words, and each block stores every ``BLOCKS``-th run. Different blocks
+    start with different peers, so that all peers receive at the same time. Grid: ``[BLOCKS]``.
 
     Args:
         src: int32 ``[elements]``.
         peer_data, peer_flags: int64 ``[WORLD]``, the addresses of every rank's data and flags (int32 words).
         offset: in words. The address at ``offset`` in each rank's data is a multiple of 16 bytes.
         elements: words, a multiple of 4.
-        rank: of the sender. The flag of part ``p`` is word ``(rank * PARTS + p) * 32`` of a peer's flags. A call adds
-            ``BLOCKS`` to this word.
+        rank: of the sender. A call adds ``BLOCKS`` to word ``(rank * PARTS + p) * 32`` of a peer's flags, the flag of
+            part ``p``.
     """
     block = tl.program_id(0)
     part_size = tl.cdiv(tl.cdiv(elements, PARTS), BLOCK) * BLOCK
@@ -67,8 +66,8 @@ def push_bulk(
     C: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Does what ``push_striped`` does with ``PARTS=1``. Here, the bulk copy unit copies the data, through ``[R, C]``
-    tiles in shared memory. ``elements`` is a multiple of ``C``."""
+    """``push_striped`` with ``PARTS=1``, copied by the bulk copy unit through ``[R, C]`` tiles in shared memory.
+    ``elements`` is a multiple of ``C``."""
     from_desc = tl.make_tensor_descriptor(src, [elements // C, C], [C, 1], [R, C])
     block = tl.program_id(0)
     for turn in range(WORLD - 1):

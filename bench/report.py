@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write tables and plots of the stored rows of ``bench.operators``.
 
-The output folder gets ``operators.md``, and two plots for each machine, shape and dtype. If ``--rows`` names the
-default file, this command also draws the pictures of README and ``docs/``.
+The output folder gets ``operators.md``, and two plots for each machine, shape and dtype. From the default rows, this
+command also draws the pictures of README and ``docs/``.
 
     python -m bench.report [--rows bench/results/operators.jsonl] [--out bench/results]
 """
@@ -26,8 +26,7 @@ PICTURES: dict[Path, tuple[Callable[[], list[summaries.Row]], Callable[[list[sum
     _ASSETS / "slow_link.png": (summaries.slow_link_rows, plots.slow_link),
     _ASSETS / "layers.png": (summaries.layers_rows, plots.layers),
 }
-"""The pictures of README and ``docs/``. Each has a function that reads its stored rows and a function that draws
-them."""
+"""The pictures of README and ``docs/``, each with a function that reads its rows and one that draws them."""
 INTRODUCTION = """\
 # Stored rows of `bench.operators`
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of measurements, one JSON object for each line of a file.
-
-This module makes rows, adds the machine and the versions to them, and reads files of rows.
-"""
+"""Rows of measurements, one JSON object for each line of a file."""
 
 from __future__ import annotations
 
@@ -75,8 +72,7 @@ def rows_of(
     extra_bytes: Mapping[str, float | None],
     where: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """One row for each provider. ``times`` also holds the times of ``keep``, ``matmul`` and ``collective``, for
-    comparison.
+    """One row for each provider. ``times`` also holds the times of ``keep``, ``matmul`` and ``collective``.
 
     Times are in microseconds. Times, errors and extra bytes are maxima over ranks. Fields of a row::
 
@@ -122,8 +118,8 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the last row for each GPU, case, setting and provider. Rows without a setting are left out. They are
-    older than version 0.1.0."""
+    """The last row for each GPU, case, setting and provider. Rows without a setting, older than version 0.1.0, are left
+    out."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     keys = ("gpu", "world_size", "shape", "dtype", "setting", "pattern", "tokens", "provider")
     return list({tuple(row[k] for k in keys): row for row in rows if "setting" in row}.values())

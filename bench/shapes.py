@@ -31,7 +31,6 @@ SHAPES = {
     "llama3-8b-attention": Layer(4096, 6144, 4096),
     "llama3-70b-mlp": Layer(8192, 28672, 28672),
     "llama3-70b-attention": Layer(8192, 10240, 8192),
-    # For processes on a CPU.
     "tiny": Layer(64, 128, 128),
 }
 DTYPES = {
@@ -39,7 +38,7 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn, "fp8_rows": torch.float8_e4m3fn,
 }  # fmt: skip
 """Dtypes of a matmul's operands, by name. The result of fp8 operands is bf16. ``fp8``: one scale for each operand.
-``fp8_rows``: a scale for each row of the left operand and for each column of the right one."""
+``fp8_rows``: a scale for each row of the left operand and each column of the right one."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,6 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the operands."""
         return DTYPES[self.operands]
 
     @property
@@ -108,8 +106,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Rows of a rank's left operand. If the pattern begins with the collective, these are the rows that the rank
-        has before the collective."""
+        """Rows of a rank's left operand, before the collective if the pattern begins with it."""
         return self.shard_rows if self.example.first and self.example.shards_tokens else self.tokens
 
     @property

@@ -12,13 +12,12 @@ from bench.shapes import Case
 from overlap_inductor.passes.pattern import Example
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
-"""For each dtype of a result: the largest error that is allowed, relative to the largest element."""
+"""For each dtype of a result, the largest error that is allowed, relative to the largest element."""
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.t()``. With ``scales``, the operands are fp8 and the result is bf16. There is either one scale for
-    each row of ``x`` and each row of ``weight``, or one scale for each operand. The library sums with fast accumulation
-    (``use_fast_accum``)."""
+    """``x @ weight.t()``. With ``scales``, operands are fp8 and the result is bf16, summed with fast accumulation.
+    There is one scale for each operand, or for each row of ``x`` and of ``weight``."""
     if not scales:
         return torch.nn.functional.linear(x, weight)
     return torch._scaled_mm(x, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -35,8 +34,7 @@ def as_made(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def plain(example: Example, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
-    """The pattern as a model computes it: a function of ``x``, a linear layer's ``weight [N, K]`` and, for fp8, the two
-    scales."""
+    """The pattern as a model computes it: a function of ``x``, ``weight [N, K]`` and, for fp8, the two scales."""
     if example.first:
         return lambda x, *rest: product(as_made(example.traced(as_sent(x), group), x), *rest)
     return lambda *operands: example.traced(product(*operands), group)
@@ -48,9 +46,8 @@ class Site:
     Attributes:
         a: ``[case.rows, K]``, in ``case.dtype``.
         weight: ``[N, K]``, in ``case.dtype``. ``b`` is its transpose.
-        scales: for fp8, the scales of all tokens and of ``weight``, in fp32. Empty for other dtypes.
-        left: the left operand of the matmul. If the pattern begins with the collective, this is the collective's
-            result. Otherwise it is ``a``.
+        scales: for fp8, the scales of all tokens and of ``weight``, in fp32; else empty.
+        left: the matmul's left operand: ``a``, or the collective's result if the pattern begins with the collective.
         moved: the tensor that ``collective`` moves.
     """
 
@@ -64,8 +61,7 @@ class Site:
         self.scales = [torch.rand(shape, device=device) + 0.5 for shape in case.scale_shapes]
         self.operands = (self.a, self.weight, *self.scales)
         self.left = self._exchanged() if self.example.first else self.a
-        # A collective after the matmul may sum in place. It gets zeros, because other values would grow from call to
-        # call.
+        # A collective may sum in place. It gets zeros, because other values would grow from call to call.
         self.moved = as_sent(self.a) if self.example.first else torch.zeros(len(self.left), case.columns, **kind)
 
     def _exchanged(self) -> torch.Tensor:
@@ -100,8 +96,8 @@ class Site:
         return exact if self.example.first else self.example.eager(exact, self.group)
 
     def error(self, found: torch.Tensor, expected: torch.Tensor) -> float:
-        """The largest error, relative to the largest element. It is infinite if a shape or dtype is wrong or an element
-        is not finite."""
+        """The largest error, relative to the largest element. Infinite if the shape or dtype is wrong or an element is
+        not finite."""
         if found.shape != expected.shape or found.dtype != self.case.result or not bool(torch.isfinite(found).all()):
             return float("inf")
         return float((found.to(expected.dtype) - expected).abs().max() / expected.abs().max())

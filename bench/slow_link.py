@@ -9,9 +9,8 @@ The programs (``bench.slow_link_cases``) are
 - lookups in embedding tables before an all-to-all;
 - layers of experts.
 
-The rows are written to ``bench/results/slow_link.jsonl``, one JSON line for each. The table is written to
-``bench/results/slow_link.md``, and the plot to ``docs/assets/slow_link.png``. With ``--out FOLDER`` all three files go
-to ``FOLDER``.
+Rows are written to ``bench/results/slow_link.jsonl``, the table to ``bench/results/slow_link.md``, the plot to
+``docs/assets/slow_link.png``. With ``--out FOLDER`` all three files go to ``FOLDER``.
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ def run(world_size: int, options: dict[str, Any], timeout: float) -> Iterator[di
         late = threading.Timer(timeout, processes[0].kill)
         late.start()
         try:
-            # The loop ends when rank 0 ends.
             for line in processes[0].stdout or ():
                 if line.startswith("ROW "):
                     yield json.loads(line[4:])

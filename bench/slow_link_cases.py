@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of the slow-link benchmark: matmuls and lookups beside collectives, and layers of experts.
 
-Each case holds the whole program, its computation alone and its transfers alone. ``columns`` determines the time of the
-computation. It does not change the number of transferred bytes.
+``columns`` determines the time of a case's computation, and leaves the number of transferred bytes unchanged.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_
 
 EXPERTS, CHOSEN = 8, 2
 PARTS = {2: (3, 5), 4: (1, 3, 2, 2)}
-"""For the cases with uneven parts, by the number of ranks: the parts of a rank's rows, in eighths. The first part goes
-to the rank itself, the second part to the next rank, and so on."""
+"""For uneven parts, by the number of ranks: the parts of a rank's rows, in eighths. The first part goes to the rank
+itself, the second to the next rank, and so on."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Case:
         transfer: the transfers alone.
         inputs: the arguments of ``whole`` and ``compute``.
         sites: the number of overlapped sites in the graphs of ``whole``.
-        trains: whether a call runs a forward and a backward. The backward gives the gradients of inputs and parameters.
+        trains: whether a call runs a forward and a backward.
         tolerance: the largest allowed error, relative to the largest element.
     """
 
@@ -55,8 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a case. A collective gathers, scatters or exchanges a tensor ``[rows, inner]``. ``columns`` is the
-    matmul's other dim."""
+    """Sizes of a case. A collective moves a tensor ``[rows, inner]``. ``columns`` is the matmul's other dim."""
 
     rank: int
     world_size: int
@@ -114,8 +112,8 @@ def _received(of: Sizes) -> Case:
 
 
 def _uneven_parts(of: Sizes) -> tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """How many rows this rank sends to each rank, and a function that exchanges these rows. The function first
-    exchanges the numbers, as a dispatcher of tokens does. So the sizes are known at run time only."""
+    """How many rows this rank sends to each rank, and a function that exchanges them. It first exchanges the numbers,
+    as a dispatcher of tokens does, so sizes are known at run time only."""
     shares = PARTS[of.world_size]
     counts = torch.tensor([of.rows * shares[(to - of.rank) % of.world_size] // 8 for to in range(of.world_size)])
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the slow-link benchmark: it times the plain program, the ring, the computation and the transfers.
 
-The four are timed in turn, with a barrier before each call. Times are milliseconds. For each call, the maximum over
-ranks is taken. A time is the median of these maxima over calls. Before a case is timed, the ring's results on random
-data are compared with those of the plain program.
+They are timed in turn, with a barrier before each call. A time is in milliseconds: the maximum over ranks, then the
+median over calls. Before the timing, the ring's results on random data are compared with those of the plain program.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from bench.slow_link_cases import CASES
 from bench.slow_link_cases import Case
 from bench.slow_link_cases import Sizes
 from bench.slow_link_cases import results
+from bench.support import cores
 
 
 def timed(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -45,12 +45,10 @@ def timed(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, fl
 def main() -> None:
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    # In the cases with uneven parts, the program reads the sizes of the parts. Without this setting, Dynamo would break
-    # the graph there.
+    os.sched_setaffinity(0, {cores.own_core(rank, world_size, cores.allowed_cores())})
+    # The cases with uneven parts read the parts' sizes. Without this setting, Dynamo would break the graph there.
     torch._dynamo.config.capture_scalar_outputs = True
     for columns in options["columns"]:
         for name in options["cases"]:
@@ -74,8 +72,7 @@ def _measured(name: str, case: Case, options: dict[str, Any]) -> tuple[dict[str,
     """The times of a case, and the error of the ring relative to the plain program.
 
     Raises:
-        SystemExit: the results differ by more than the tolerance, or ``case.sites`` is not the number of overlapped
-            sites.
+        SystemExit: the results differ too much, or ``case.sites`` is not the number of overlapped sites.
     """
     torch._dynamo.reset()
     plain, ring, compute = (_compiled(f) for f in (case.whole, case.whole, case.compute))
@@ -109,8 +106,7 @@ def _overlapped() -> int:
 
 
 def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``function``, compiled with a code object of its own. Dynamo caches by code object, so two compiled forms of one
-    function need two code objects."""
+    """``function``, compiled with a code object of its own, because Dynamo caches by code object."""
     namespace = {"f": function}
     exec(compile("def g(*inputs):\n    return f(*inputs)\n", "<slow link>", "exec"), namespace)
     return torch.compile(namespace["g"])  # type: ignore[no-any-return]

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time schedule ``small_message`` against ``keep``.
-
-The case is llama3-70b's down-projection in decode, with its all-reduce, residual add and RMSNorm.
+"""Time schedule ``small_message`` against ``keep``: llama3-70b's down-projection in decode, with its all-reduce,
+residual add and RMSNorm.
 
     torchrun --nproc-per-node 4 -m bench.small_message [--tokens 1 8 16 64 128] [--seconds 80] \\
         --out bench/results/small_message.jsonl
 
-``keep`` runs the ops that a compiled graph runs: ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual
-and norm. Every provider is compared with fp32 on random data. This is done before and after the timing, because some
-errors appear only when calls follow each other. The results of all ranks must also be bitwise equal, except for
-``keep``: each rank tunes the norm of ``keep`` by itself.
+``keep`` runs ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual and norm. Before and after the
+timing, every provider is compared with fp32 on random data. All ranks' results must be bitwise equal, except for
+``keep``, whose norm each rank tunes by itself.
 
-Providers are timed in turn, round after round. Each rank takes the median over rounds. A time in a row is the maximum
-of these medians over ranks, in microseconds for one call. Fields of a row::
+Providers are timed in turn. A row's time is the median over rounds, then the maximum over ranks, in microseconds for
+one call::
 
     us                         one call after a device sleep that hides the host (bench.timing)
     graph_us                   one call in a captured CUDA graph of 20 calls
@@ -50,8 +48,7 @@ from overlap_inductor.torch_compat import symmetric
 COLUMNS, INNER, EPS = 8192, 28672, 1e-5
 CALLS = 20
 PATIENCE_NS = 30_000_000_000
-"""Patience of the kernels' waits. It must be long, because each rank compiles a kernel at the first call, and ranks
-finish compiling seconds apart."""
+"""Patience of the kernels' waits. At the first call, ranks finish compiling seconds apart."""
 TOLERANCE = 2e-2
 SEGMENTS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16))
 """Columns and warps of a block."""
@@ -61,8 +58,7 @@ def variants(world_size: int, tokens: int) -> dict[str, SmallParameters]:
     planned = small_plan.settings_for(world_size, tokens, COLUMNS, 2)
     found = {"planned": SmallParameters(**planned)}
     for two_shot in (False, True) if world_size > 2 else (False,):
-        # One-shot sends all tokens to each peer. It is left out if a rank would send more than 448 rows in all, for
-        # example 128 tokens to each of 7 peers.
+        # One-shot sends all tokens to each peer. It is left out if a rank would send more than 448 rows in all.
         if two_shot or tokens * (world_size - 1) <= 448:
             for segment, warps in SEGMENTS:
                 if COLUMNS // segment * world_size <= 32 * warps:
@@ -73,8 +69,6 @@ def variants(world_size: int, tokens: int) -> dict[str, SmallParameters]:
 
 
 class Site:
-    """The operands, the workspace and the calls of all providers for one token count."""
-
     def __init__(self, tokens: int, arena: WorkspaceArena, faults: FaultRecord) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.tokens, self.world_size = tokens, world_size
@@ -90,7 +84,7 @@ class Site:
         name = f"decode {tokens}"
         arena.prepare([Request(name, max(n[0] for n in needs), max(n[1] for n in needs), HALVES)])
         self.launch = Launch(rank, world_size, arena.slot(name, HALVES), faults, faults.number(name), PATIENCE_NS)
-        # A compiled model computes residual and norm in one kernel. Compiled by itself, this function does the same.
+        # A compiled model computes residual and norm in one kernel. So does this function.
         self.add_and_norm = torch.compile(self._add_and_norm, dynamic=False)
 
     def _add_and_norm(
@@ -132,8 +126,8 @@ class Site:
 
 
 def error(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], alike: bool) -> float:
-    """The largest relative error on any rank. It is infinite if a result holds NaN. With ``alike``, it is also infinite
-    if two ranks' results have different checksums."""
+    """The largest relative error on any rank. Infinite for NaN and, with ``alike``, if ranks' results have different
+    checksums."""
     off = float(
         torch.stack([(f.float() - e).abs().max() / e.abs().max() for f, e in zip(found, expected, strict=True)]).max()
     )

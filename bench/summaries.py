@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes short markdown tables of stored rows, for ``docs/performance.md``. Each function in ``TABLES`` makes one
-table."""
+"""Makes short markdown tables of stored rows, for ``docs/performance.md``, one for each function in ``TABLES``."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ def _read(name: str) -> list[Row]:
 
 
 def _operators(**values: Any) -> list[Row]:
-    """The stored rows of ``bench.operators`` with these values. Rows whose parameters were set by ``--set`` are left
-    out."""
+    """The stored rows of ``bench.operators`` with these values, without rows whose parameters were set by ``--set``."""
     found = tables.as_planned(rows.read(rows.RESULTS / "operators.jsonl"))
     return [row for row in found if all(row[name] == value for name, value in values.items())]
 
@@ -48,7 +46,7 @@ PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "
 
 
 def nvlink() -> str:
-    """llama3-70b's MLP in bf16. For each number of GPUs, there is a table by pattern and tokens."""
+    """llama3-70b's MLP in bf16: for each number of GPUs, a table by pattern and tokens."""
     found = [
         row
         for row in _operators(shape="llama3-70b-mlp", dtype="bfloat16")
@@ -84,9 +82,11 @@ HEADLINE = {"world_size": 8, "shape": "llama3-70b-mlp", "dtype": "bfloat16", "se
 
 
 def headline_rows() -> list[Row]:
-    """For each pattern and token count, the speed-ups of ``auto`` and async TP over ``keep``, and their limit. The
-    limit is the speed-up if the shorter of matmul and collective were wholly hidden. ``async_tp`` is ``None`` if
-    PyTorch has no async TP for the pattern."""
+    """For each pattern and token count, the speed-ups of ``auto`` and async TP over ``keep``, and their limit.
+
+    ``limit``: the speed-up if the shorter of matmul and collective were wholly hidden. ``async_tp`` is ``None`` if
+    PyTorch has none for the pattern.
+    """
     found = []
     for (pattern, tokens), same in groups(_operators(**HEADLINE), "pattern", "tokens").items():
         of = {row["provider"]: row for row in same}
@@ -103,7 +103,6 @@ def headline_rows() -> list[Row]:
 
 
 def headline() -> str:
-    """The numbers of README's picture."""
     lines = [
         [r["pattern"], r["tokens"], f"{r['auto']:.2f}", _or_none(r["async_tp"]), f"{r['limit']:.2f}"]
         for r in headline_rows()
@@ -126,8 +125,7 @@ def other_shapes() -> str:
 
 
 def fp8() -> str:
-    """Speed-ups over ``keep`` for fp8 on 2 GPUs, by tokens: of ``auto``, and of ``chunked`` with transport
-    ``copy_engine``."""
+    """Speed-ups over ``keep`` for fp8 on 2 GPUs, by tokens: ``auto`` and ``chunked/copy_engine``."""
     found = [
         row
         for dtype in ("fp8", "fp8_rows")
@@ -170,7 +168,7 @@ def small_message() -> str:
 
 
 def models() -> str:
-    """An unchanged Hugging Face Llama, by layers, GPUs and tokens. The table has every run."""
+    """An unchanged Hugging Face Llama, by layers, GPUs and tokens, every run."""
     lines = []
     for row in _read("models"):
         sites = ", ".join(f"{count} {name}" for name, count in row["sites"].items())
@@ -193,7 +191,7 @@ def models() -> str:
 
 
 def training() -> str:
-    """Training steps of two sequence-parallel blocks on 2 GPUs. The table has every run."""
+    """Training steps of two sequence-parallel blocks on 2 GPUs, every run."""
     lines = [
         [row["hidden"], row["tokens"], row["provider"], f"{row['ms']:.1f}", f"{row['speedup']:.2f}", row["note"]]
         for row in _read("training")
@@ -202,13 +200,13 @@ def training() -> str:
 
 
 def handed_out() -> str:
-    """Microseconds of a site with an all-gather, on 2 GPUs. The gathered tensor is also read outside the site."""
+    """Microseconds of a site with an all-gather whose tensor is also read outside the site, on 2 GPUs."""
     return _by_tokens(_read("handed_out"), ("provider",), lambda row: f"{row['us']:.0f}")
 
 
 def ring_nccl() -> str:
-    """The ring over NCCL's send and receive: microseconds, and the speed-ups of the fastest and of the slowest number
-    of sub-chunks."""
+    """The ring over NCCL's send and receive: microseconds, and speed-ups of the fastest and slowest number of
+    sub-chunks."""
     lines = []
     for row in _read("ring_nccl"):
         rings = {name: us for name, us in row.items() if name.startswith("ring S=")}
@@ -230,7 +228,7 @@ def ring_nccl() -> str:
 
 
 def turns() -> str:
-    """GB/s of copy engines with turns and without, by the size of a piece, while each of 8 GPUs sends to all others."""
+    """GB/s of copy engines with and without turns, by the size of a piece, if each of 8 GPUs sends to all others."""
     found = {
         (r["rounds"], r["megabytes"], r["provider"]): r["gb_per_s"]
         for r in _read("turns")
@@ -244,8 +242,8 @@ def turns() -> str:
 
 
 def compile_cost() -> str:
-    """CPU time to compile a Llama of 32 layers. The brackets have its ratio to the plain compile of the same run. The
-    table has every run."""
+    """CPU time to compile a Llama of 32 layers, every run. The brackets have its ratio to the plain compile of the
+    run."""
     lines, plain = [], {}
     for row in _read("compile_cost"):
         both = [row["seconds"], row["seconds"] + row["compiler_seconds"]]
@@ -259,8 +257,7 @@ def compile_cost() -> str:
 
 
 def host() -> str:
-    """Host time of one call, from the last run of each case. The columns are the op alone, the compiled graph with the
-    op, the plain compiled graph, a replayed call, and one ``torch.empty``."""
+    """Host time of one call, from the last run of each case."""
     lines = {}
     for row in _read("host"):
         for pattern, found in row["found"].items():
@@ -284,7 +281,7 @@ def host() -> str:
 
 
 def agreement() -> str:
-    """Host time that one call needs to compare plans, by the number of ranks, from the last run for each number."""
+    """Host time that one call needs to compare plans, from the last run for each number of ranks."""
     last = {row["ranks"]: row for row in _read("agreement")}
     lines = [
         [ranks, *(f"{row[k]:.1f}" if k in row else "-" for k in ("own", "together", "uneven")), f"{row['store']:.0f}"]
@@ -294,12 +291,10 @@ def agreement() -> str:
 
 
 def slow_link_rows() -> list[Row]:
-    """The stored rows of ``bench.slow_link``."""
     return _read("slow_link")
 
 
 def slow_link() -> str:
-    """The ring over a slow link."""
     return tables.slow_link(slow_link_rows()).strip()
 
 
@@ -310,12 +305,10 @@ def layers_rows(name: str = "layers_slow_link") -> list[Row]:
 
 
 def layers() -> str:
-    """Whole layers over a slow link, by ranks, phase and variant."""
     return tables.layers(layers_rows()).strip()
 
 
 def layers_on_gpus() -> str:
-    """Whole layers on GPUs, by ranks, phase and variant."""
     return tables.layers(layers_rows("layers")).strip()
 
 

@@ -12,7 +12,7 @@ SETTING_WORDS = {"hidden": "the host hidden", "compiled": "compiled graphs, the 
 
 def overlap_efficiency(serial: float, overlapped: float, matmul: float, collective: float) -> float:
     """The part of the hideable time that is hidden: ``(serial - overlapped) / (serial - max(matmul, collective))``.
-    ``serial`` is the time of matmul and collective one after the other. All times have the same unit.
+    ``serial``: the time of matmul and collective one after the other. All times have the same unit.
 
     Raises:
         ValueError: nothing can be hidden (``serial`` is not more than the longer of ``matmul`` and ``collective``).
@@ -100,7 +100,7 @@ def groups(rows: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...], 
 
 
 def provider_names(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """``keep``, then the other providers in the order of their first rows. ``keep`` is listed even if no row has it."""
+    """``keep``, then the other providers in the order of their first rows."""
     return list(dict.fromkeys(["keep", *(row["provider"] for row in rows)]))
 
 
@@ -110,21 +110,18 @@ def as_planned(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def heading(row: dict[str, Any]) -> str:
-    """The heading of a table: the values that all its rows share."""
     return f"{row['world_size']} x {row['gpu']}, {row['shape']}, {row['dtype']}, {SETTING_WORDS[row['setting']]}"
 
 
 def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
     """Rows of ``bench.operators`` as tables, one for each GPU, number of ranks, shape, dtype and setting.
 
-    The cell of ``keep`` has microseconds. The cell of another provider has microseconds and, in brackets, the speed-up
-    over ``keep`` of the same run. For ``auto``, the brackets also name the schedule that ran. ``best`` is the provider
-    with the largest speed-up, ``keep`` left out. The last columns have the speed-up of ``best``, its time divided by
-    ``max`` (the bound), and its overlap efficiency.
+    A cell has microseconds and, except for ``keep``, the speed-up over ``keep`` of the same run in brackets. For
+    ``auto``, the brackets also name the schedule. ``best`` is the provider with the largest speed-up. The last columns
+    have its speed-up, its time divided by ``max`` (the bound), and its overlap efficiency.
 
     Args:
-        details: whether another table follows each table. The second table has every row, also rows of schedules whose
-            parameters were set by ``--set``.
+        details: whether each table is followed by one with every row, also rows whose parameters were set by ``--set``.
     """
     parts = []
     for same in groups(rows, "gpu", "world_size", "shape", "dtype", "setting").values():
@@ -150,8 +147,7 @@ def _overview(rows: Sequence[dict[str, Any]]) -> str:
     )
     for (pattern, tokens), same in groups(_in_order(rows), "pattern", "tokens").items():
         of = {row["provider"]: row for row in same}
-        # The speed-up of a provider is measured against ``keep`` of the same run. The bounds in the table are those of
-        # the last run of ``keep``.
+        # Speed-ups are measured against ``keep`` of the same run. The bounds are those of the last ``keep``.
         standard = of.get("keep", same[0])
         bounds = [f"{standard[k]:.0f}" for k in ("matmul_us", "collective_us", "sum_us", "bound_us")]
         best = max((row for row in same if row["provider"] != "keep"), key=lambda row: row["speedup"], default=None)
@@ -165,7 +161,7 @@ def _overview(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort by pattern and then by tokens. Patterns are in the order of their first rows."""
+    """Sort by pattern, in the order of their first rows, and then by tokens."""
     patterns = list(groups(rows, "pattern"))
     return sorted(rows, key=lambda row: (patterns.index((row["pattern"],)), row["tokens"]))
 

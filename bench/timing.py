@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times several calls in turn, on all ranks together. Results are microseconds of device time and of host time.
+"""Times several calls in turn, on all ranks together, in microseconds of device time and of host time.
 
-With the host *hidden*, the device sleeps before each call. The host launches the call during this sleep, so only device
-time counts.
+With the host *hidden*, the host launches a call while the device sleeps, so only device time counts.
 
 With the host *in the loop*, a sample is several calls in a row without a sleep. A call then takes its device time or
-its host time, whichever is longer. All samples have the same number of calls. This number lies within
-``CALLS_IN_LOOP``, and is chosen so that a sample of the fastest call takes about ``LOOP_MS``. Before each sample, one
-more call is made. It is not counted, because the device is idle while the host launches it. The result of a call is
-freed before the next call. So the next call gets the same addresses, as in the steps of a compiled model.
+its host time, whichever is longer. All samples have the same number of calls, within ``CALLS_IN_LOOP``. A sample of the
+fastest call takes about ``LOOP_MS``. A result is freed before the next call. So the next call gets the same addresses,
+as in the steps of a compiled model.
 
 On a CPU, both times are wall-clock time.
 """
@@ -35,23 +33,23 @@ SLEEP_MS = 3.0
 LEAST_SLEEP_MS = 1.0
 """Shortest device sleep before a call whose host time is known."""
 REST_MS = 50.0
-"""Pause of the host before a sample with the host in the loop, so that the GPU cools. On 2 H200s, matmuls of 8192
-tokens in a row ran at 1467 MHz after pauses of 10 ms, and at 1553 MHz after 60 ms. A single call with the host hidden
-ran at 1542 MHz. On 4 H200s the pause changed little (bench/results/clocks.jsonl)."""
+"""Pause of the host before a sample with the host in the loop, so that the GPU cools.
+
+On 2 H200s, matmuls of 8192 tokens in a row ran at 1467 MHz after pauses of 10 ms. After 60 ms, they ran at 1553 MHz.
+With the host hidden, a single call ran at 1542 MHz. On 4 H200s the pause changed little (bench/results/clocks.jsonl).
+"""
 LOOP_MS = 8.0
 """Intended length of a sample of the fastest call, with the host in the loop."""
 CALLS_IN_LOOP = 4, 40
 """Fewest and most calls in a sample with the host in the loop."""
 LEAST_REPEATS = 5
-"""Fewest samples of a call if time is short. If argument ``most`` of ``in_turn`` is less than this number, ``most``
-counts."""
+"""Fewest samples of a call if time is short, unless ``most`` of ``in_turn`` is less."""
 
 Call = Callable[[], Any]
 
 
 def worst(values: Sequence[float]) -> list[float]:
-    """The maximum over ranks of each value. All ranks call this together and get the same list, so decisions that
-    depend on it are the same on all ranks."""
+    """The maximum over ranks of each value, the same list on all ranks. All ranks call this together."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     tensor = torch.tensor(list(values), device=device, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -64,8 +62,6 @@ def greatest(value: float) -> float:
 
 
 class Clock:
-    """Times calls on one device."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.marker = torch.zeros(1, device=device)
@@ -74,8 +70,9 @@ class Clock:
         """Time ``calls`` calls in a row. All ranks call this together.
 
         Args:
-            sleep_ms: the device's sleep before the first call. With 0, the host pauses for ``REST_MS`` instead, and one
-                call that is not counted is made first. On a CPU, the value is ignored, and only the counted calls run.
+            sleep_ms: the device's sleep before the first call. With 0, the host pauses for ``REST_MS`` instead. Then
+                one more call comes first and is not counted: the device is idle while the host launches it. Ignored on
+                a CPU.
 
         Returns:
             ``(device, host)``: mean microseconds of one call. On a CPU, both are the same.
@@ -91,8 +88,7 @@ class Clock:
             time.sleep(REST_MS * 1e-3)
             dist.barrier()
             torch.cuda.synchronize()
-        # Ranks wait for each other after the sleep, because the GPUs' clocks differ: after sleeps of equally many
-        # cycles, they wake tens of microseconds apart.
+        # Ranks wait for each other after the sleep: the GPUs' clocks differ, so they wake tens of microseconds apart.
         dist.all_reduce(self.marker)
         if not sleep_ms:
             call()
@@ -103,7 +99,6 @@ class Clock:
         return start.elapsed_time(end) * 1e3 / calls, host
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event, which marks the beginning or the end of a sample."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -116,8 +111,8 @@ class Clock:
         return (time.perf_counter() - begin) / calls * 1e6
 
     def with_extra_bytes(self, call: Call) -> tuple[Any, float | None]:
-        """Make one call. Returns its result, a tensor, and its extra bytes. The extra bytes are the peak memory during
-        the call, minus the memory before the call and minus the bytes of the result. On a CPU, they are ``None``."""
+        """Make one call. Returns its result, a tensor, and its extra bytes: the peak memory, minus the memory before
+        and the result. On a CPU, the extra bytes are ``None``."""
         if self.device.type != "cuda":
             return call(), None
         torch.cuda.synchronize()
@@ -147,7 +142,7 @@ class Timing:
         median, p20, p80: median, 20th and 80th percentile of the device time.
         host: median of the host time.
         repeats: samples on each rank.
-        fastest: the shortest device time. If other programs use the machine, this is more reliable than the median.
+        fastest: the shortest device time, which other programs on the machine disturb least.
     """
 
     median: float
@@ -164,11 +159,10 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     Args:
         hidden: whether the host is hidden. If not, it is in the loop.
         most: the largest number of rounds; must be at least 2.
-        seconds: time for the rounds. If ``most`` rounds would take longer, there are fewer rounds, but at least
-            ``min(most, LEAST_REPEATS)``.
+        seconds: time for the rounds. At least ``min(most, LEAST_REPEATS)`` rounds run.
     """
     number = 1 if hidden else CALLS_IN_LOOP[0]
-    # The first two samples of each call are not counted. The first loads kernels and allocates memory. The second shows
+    # The first two samples of each call are not counted. The first loads kernels and allocates memory, the second shows
     # how long a call takes.
     for call in calls.values():
         clock.sample(call, number, SLEEP_MS if hidden else 0.0)
@@ -184,8 +178,8 @@ def in_turn(clock: Clock, calls: Mapping[str, Call], hidden: bool, most: int, se
     samples: list[list[tuple[float, float]]] = [[] for _ in calls]
     order, chance = list(zip(samples, calls.values(), sleeps)), random.Random(0)
     for _ in range(repeats):
-        # A call is faster if the call before it did not heat the GPU, so each round has a new order. All ranks draw the
-        # same order.
+        # A call is faster if the call before it did not heat the GPU. So each round has a new order, equal on all
+        # ranks.
         chance.shuffle(order)
         for mine, call, sleep in order:
             mine.append(clock.sample(call, number, sleep))

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time training steps of sequence-parallel DTensor blocks, with overlap and without.
 
-One run of ``torchrun`` times steps under plain ``torch.compile``, with ``auto``, and with forced schedules. The steps
-take turns.
+Steps under plain ``torch.compile``, ``auto`` and forced schedules take turns in one run.
 
     torchrun --nproc-per-node 2 -m bench.training [--hidden 8192] [--tokens 2048 8192] \\
         [--schedules auto chunked fused] --out bench/results/training.jsonl
 
-A block has four linear layers of ``hidden x hidden`` in its attention, and an MLP of width ``2 * hidden``. Forward and
-backward both have gathers and scatters. In backward, a gathered tensor feeds two matmuls, and a scattered tensor is a
-sum of matmuls.
+A block has four linear layers of ``hidden x hidden`` in its attention, and an MLP of width ``2 * hidden``. In backward,
+a gathered tensor feeds two matmuls, and a scattered tensor is a sum of matmuls.
 
-A step computes the output, multiplies it by a target, sums the product, and runs backward. There is no optimizer.
-Before the timing, gradients are compared with those of the plain compile. The host is in the loop (``bench.timing``).
-Each rank takes the median of its samples. A time in a row is the maximum of these medians over ranks, in milliseconds
+A step is a forward and a backward. Before the timing, gradients are compared with those of the plain compile. The host
+is in the loop (``bench.timing``). A row's time is the median over samples, then the maximum over ranks, in milliseconds
 for one step.
 """
 
@@ -42,8 +39,8 @@ from overlap_inductor.switch.backend import overlap_inductor as overlap_backend
 
 HEAD = 128
 LIMIT = 0.02
-"""The largest allowed difference between a gradient and that of the plain compile, relative to the norm of the latter.
-Some difference is allowed, because sums of bf16 depend on their order."""
+"""The largest allowed difference between gradients, relative to the norm of the plain compile's gradient. Sums of bf16
+depend on their order."""
 
 
 def blocks(hidden: int, layers: int, mesh: Any) -> nn.Module:

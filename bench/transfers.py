@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the time to send one shard to every peer, by size of the shard.
 
-The benchmark compares NCCL's all-gather, copy engines, stores by SMs (``sm_push``) and bulk copies by SMs (``bulk``).
-Each measurement is one JSON row.
+The providers are NCCL's all-gather, copy engines, stores by SMs (``sm_push``) and bulk copies by SMs (``bulk``). Each
+measurement is one JSON row.
 
     torchrun --nproc-per-node 4 -m bench.transfers --out rows.jsonl
 
-A rank's time is measured on its GPU, in microseconds. The time begins with the rank's own sends, and ends when the data
-of all peers has arrived at this rank. Each rank takes the median over the repeats. The row holds the largest of these
-medians over ranks. Before a provider is timed, the data that it delivers is compared with the data that was sent
-(``right``).
+A rank's time begins with its own sends, and ends when the data of all peers has arrived. It is measured on its GPU, in
+microseconds. The row holds the median over repeats, then the maximum over ranks. ``right``: whether the right data
+arrived in a call before the timing.
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ class Transfers:
         self.wait(1)
 
     def restart(self) -> None:
-        """Reset the flags for the next provider."""
         torch.cuda.synchronize()
         dist.barrier()
         self.flags.local.zero_()

@@ -3,13 +3,11 @@
 
     torchrun --nproc-per-node 8 -m bench.turns --out rows.jsonl
 
-Suppose that ranks take no turns, and that two of them are some microseconds out of step. Both then send to the same
-receiver at once. Each of the two gets half of the receiver's link, and is further out of step in the next round
-(``transports.copy_engine``). So the bandwidth falls with the number of rounds.
+Without turns, two ranks that are microseconds out of step send to one receiver at once. Each gets half of the
+receiver's link, and is further out of step in the next round (``transports.copy_engine``).
 
-The time of a call ends when the rank knows that the rows of all peers have arrived. Each rank takes the median of its
-samples. Each measurement is one JSON row, with the maximum of these medians over ranks. The transfers are timed alone,
-and also while two matmuls run that take longer than the transfers. Before the timing, the data that arrived is compared
+A call ends when the rows of all peers have arrived. A JSON row holds the median over samples, then the maximum over
+ranks. Transfers are timed alone, and while two longer matmuls run. Before the timing, the data that arrived is compared
 with the data that was sent.
 """
 
@@ -45,7 +43,7 @@ LIMIT = 1 << 34
 
 class Legs:
     """``LEGS`` transfers of shards of ``shard_rows`` rows, one after the other on the side stream. Shards of at least
-    ``turns_from`` bytes take turns. If ``turns_from`` is ``None``, no shards take turns."""
+    ``turns_from`` bytes take turns; none do if it is ``None``."""
 
     def __init__(self, shard_rows: int, turns_from: int | None, name: str) -> None:
         group, self.device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
@@ -68,8 +66,7 @@ class Legs:
         self.came = launch.slot.data.local[:nbytes].view(torch.bfloat16).view(LEGS, self.world_size, shard_rows, WIDTH)
 
     def send(self) -> None:
-        """Make the transfers and wait for the peers' rows. The caller must then launch ``end_kernel``, which ends the
-        site's call."""
+        """Make the transfers and wait for the peers' rows. The caller must then launch ``end_kernel``."""
         side = side_stream(self.device)
         with side:
             credit_kernel(self.launch)()

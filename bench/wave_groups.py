@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time schedule ``wave_groups`` against ``keep``, and its planned partition against others, on llama3-70b's MLP.
 
-A *partition* divides the matmul's waves into groups. The collective of a group starts when the waves of the group have
-ended.
+A *partition* divides the matmul's waves into groups. When the waves of a group have ended, its collective starts.
 
     torchrun --nproc-per-node 4 -m bench.wave_groups --tokens 4096 8192 --out bench/results/wave_groups.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 -m bench.wave_groups
 
-Every provider is compared with fp32 on random data before it is timed. Providers are timed in turn as in
-``bench.timing``. A site's rows, by provider::
+Every provider is compared with fp32 on random data before it is timed in turn (``bench.timing``). A site's rows, by
+provider::
 
     keep          the plain call. ``bound``: its time divided by that of matmul or collective, whichever is longer
     wave_groups   the call with the plan's partition and the plan's number of SMs left free for NCCL
     free N        a call that leaves N SMs free for NCCL, with the partition that is predicted to be best for N
     matmul        the matmul alone
     collective    the collective alone
-    partitions    the planned partition against others. At most ``--candidates`` others are tried: first those with
-                  equal groups, then random ones. The planned partition and the three fastest others are timed again.
-                  ``within``: the planned partition's time divided by the shortest time, both from the second timing
+    partitions    the planned partition against at most ``--candidates`` others: equal groups, then random ones. It and
+                  the three fastest are timed again. ``within``: its time divided by the shortest of these times
     timeline      microseconds from the call's start to the end of the matmul and of each group's collective. If all
                   collectives end after the matmul, NCCL's blocks found no room beside it
 """
@@ -56,8 +54,6 @@ PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
 
 
 class Site:
-    """The operands and the calls of all providers for one pattern at one size."""
-
     def __init__(self, pattern: str, tokens: int, layer: Layer, parameters: WaveParameters) -> None:
         self.scatters, self.group = pattern == "matmul_reduce_scatter", dist.group.WORLD
         hidden, inner = layer.hidden, layer.narrow // self.group.size()
@@ -93,8 +89,8 @@ class Site:
 
 
 def error_of(function: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
-    """Make two calls. Returns the largest error of the second call over all ranks, relative to the largest element. The
-    second call also shows whether the first call left a wrong state."""
+    """The largest error of a second call over all ranks, relative to the largest element. It also shows whether the
+    first call left a wrong state."""
     function()
     return greatest(float((function().float() - expected).abs().max() / expected.abs().max()))
 
@@ -104,8 +100,7 @@ def medians(providers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, 
 
 
 def some_partitions(waves: Waves, count: int) -> list[tuple[int, ...]]:
-    """All partitions, if there are at most ``count`` of them. Otherwise ``count`` partitions: first those with equal
-    groups, then random ones."""
+    """``count`` partitions, first those with equal groups, then random ones. All, if there are at most ``count``."""
     first, *inner, last = cuts(waves)
     if 2 ** len(inner) <= count:
         return list(partitions(waves))

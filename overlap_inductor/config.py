@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``OverlapConfig``: every switch. Each field has one environment variable. Values are validated when a config is made.
-
-The environment is read by ``enable()``, by ``overlap()`` and at a compile, and its values are never checked at import.
-So a bad value is an error of the call that would have used it, and not of ``import torch``.
-"""
+"""``OverlapConfig``: every switch. Values are checked when a config is made, not at import: a bad variable is an error
+of the call that uses it, not of ``import torch``."""
 
 from __future__ import annotations
 
@@ -43,8 +40,7 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def _named(name: str, value: Any, always: tuple[str, ...], known: names.Names) -> str:
-    """``value`` if it is one of ``always`` or of the ``known`` names. The known names are looked up only if ``value``
-    is not one of ``always``."""
+    """``value`` if it is one of ``always`` or ``known``. Imports the registry of ``known`` only if needed."""
     return value if value in always else _choice(name, value, (*always, *known.known()))
 
 
@@ -59,8 +55,7 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _machine_facts(value: Any) -> str | None:
-    """``value`` is the path of a JSON file, or JSON text. Returns the facts as JSON text; ``None`` if ``value`` is
-    empty."""
+    """The facts as JSON text. ``value``: the path of a JSON file, or JSON text; if it is empty, returns ``None``."""
     if not isinstance(value, (str, os.PathLike)):
         raise _wrong("machine", value, "is not allowed; expected the path of a JSON file, or a JSON object as text")
     try:
@@ -80,7 +75,7 @@ def _no_key(default: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapConfig:
-    """All switches. Each field ``x`` is also the environment variable ``OVERLAP_INDUCTOR_X`` (``mode``:
+    """All switches. Field ``x`` is also the environment variable ``OVERLAP_INDUCTOR_X`` (``mode``:
     ``OVERLAP_INDUCTOR``).
 
     Raises:
@@ -89,12 +84,11 @@ class OverlapConfig:
 
     mode: str = _key("on")
     """``off`` | ``report`` | ``on`` | ``strict``. ``report``: find and explain sites, and leave the graph alone.
-    ``strict``: as ``on``, but raise an error if a site is refused or something fails. A site that is kept raises no
-    error."""
+    ``strict``: as ``on``, but raise an error if a site is refused or something fails."""
 
     schedule: str = _key("auto")
-    """``auto``, ``keep`` (leave every site as written) or a schedule's name. A schedule given by name applies wherever
-    it is legal, whatever the cost."""
+    """``auto``, ``keep`` (leave every site as written) or a schedule's name. A named schedule applies wherever it is
+    legal, whatever the cost."""
 
     transport: str = _key("auto")
     """``auto`` or a transport's name."""
@@ -108,32 +102,30 @@ class OverlapConfig:
 
     sequence_parallel: str = _key("auto")
     """``auto`` | ``on`` | ``off``: whether all-reduces become reduce-scatters and all-gathers. Each rank then does the
-    token-wise work between them on its own rows only. ``auto``: where the rewrite and the overlap together are
-    estimated to pay. ``on``: wherever the rewrite is legal."""
+    token-wise work between them on its own rows. ``auto``: where this is estimated to pay. ``on``: wherever it is
+    legal."""
 
     tune: str = _key("off")
-    """``off`` | ``on``: whether schedules are measured instead of estimated. Only ``off`` is available today; ``on``
-    raises ``ConfigError``."""
+    """``off`` | ``on``: whether schedules are measured instead of estimated. ``on`` is not available yet and raises
+    ``ConfigError``."""
 
     ring_direction: str = _key("unidirectional")
     """``unidirectional`` | ``bidirectional``: whether gathered shards travel around the ring in one direction or in
     both."""
 
     sub_chunks: int = _key(4)
-    """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. In a site of embedding tables,
-    the ring sends groups of tables instead, at most ``4 * S`` of them. On CPUs, ``auto`` takes fewer sub-chunks if
-    their estimate is at most 5 % slower, because fewer steps compile faster. The two sites of a seam that runs in
-    [bands](sequence-parallel.md) take as many sub-chunks as bands. The cost model assumes that ``1 / (world_size * S)``
-    of the shorter of matmul and transfer stays exposed."""
+    """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. For embedding tables, the ring
+    sends at most ``4 * S`` groups of tables instead. On CPUs, ``auto`` takes fewer sub-chunks if their estimate is at
+    most 5 % slower. A seam in [bands](sequence-parallel.md) takes as many sub-chunks as bands. The cost model assumes
+    that ``1 / (world_size * S)`` of the shorter of matmul and transfer stays exposed."""
 
     step_node_budget: int = _key(3000)
-    """The number of FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. Sites are unrolled
-    while they fit. Sites that no looping op computes come first, in graph order, then the other sites. A site that does
-    not fit becomes one looping op. If no looping op computes the site, it is refused."""
+    """The number of FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. A site that does not
+    fit becomes one looping op, or is refused if no looping op computes it. Sites without a looping op are unrolled
+    first, each group in graph order."""
 
     workspace_limit: int = _key(4096)
-    """The most symmetric memory that one group's sites may hold on each rank, in MiB. Sites that do not fit run as
-    written."""
+    """The most symmetric memory that one group's sites may hold on each rank, in MiB. Other sites run as written."""
 
     max_tokens: int = _key(16384)
     """The largest token count for which a site of dynamic size holds workspace. Calls with more tokens run as
@@ -144,13 +136,12 @@ class OverlapConfig:
     ``off``: each call makes its launches one by one."""
 
     agreement_timeout: int = _key(300)
-    """Seconds that a rank waits for the other ranks to publish their plans of a graph. It waits at most half of the
-    group's timeout."""
+    """Seconds that a rank waits for the other ranks' plans of a graph, at most half of the group's timeout."""
 
     machine: str | None = _key(None)
-    """Figures of this job's ranks and links, with which ``auto`` estimates, such as ``{"link_bytes": 6.25e7}``. The
-    value is the path of a JSON file, or the JSON object itself. A figure that is left out keeps its shipped value. The
-    field holds the content of the file and not its path, so cache keys depend on the content."""
+    """The path of a JSON file, or a JSON object, with figures of this job's ranks and links, such as ``{"link_bytes":
+    6.25e7}``. ``auto`` estimates with them. Other figures keep their shipped values. The field holds the file's
+    content, so cache keys depend on the content."""
 
     dump: str | None = _no_key(None)
     """Folder for reports; not part of any cache key."""
@@ -201,8 +192,8 @@ class OverlapConfig:
             environment: the variables; by default ``os.environ``.
 
         Raises:
-            ConfigError: a variable or an override has a value that is not allowed, or an override is not a field. In
-                modes other than ``off``, also if a variable ``OVERLAP_INDUCTOR_...`` is not a switch.
+            ConfigError: a value is not allowed, or an override is not a field. In modes other than ``off``, also if a
+                variable ``OVERLAP_INDUCTOR_...`` is not a switch.
         """
         environment = os.environ if environment is None else environment
         names = {f.name for f in dataclasses.fields(cls)}
@@ -217,9 +208,8 @@ class OverlapConfig:
         return config
 
     def cache_key(self) -> tuple[tuple[str, Any], ...]:
-        """The fields that decide which code is generated, as ``(name, value)``. They are part of a pass's ``uuid``. A
-        rank also publishes them with its plan. They do not decide whether two plans are equal. If the plans differ, the
-        message names the fields that differ, too."""
+        """The fields that decide which code is generated, as ``(name, value)``, for a pass's ``uuid`` and a rank's
+        plan."""
         return tuple((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["cache_key"])
 
 
@@ -229,16 +219,15 @@ def variables() -> tuple[str, ...]:
 
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
-    """Raises ``ConfigError`` if a variable has the package's prefix but is not a switch. Otherwise a misspelt switch
-    would have no effect."""
+    """Raises ``ConfigError`` if a variable has the package's prefix but is not a switch: it may be a misspelt one."""
     for variable in sorted(environment):
         if reason := why_unknown(variable):
             raise ConfigError(f"{variable}={environment[variable]!r} is {reason}")
 
 
 def why_unknown(variable: str) -> str:
-    """What is wrong with a variable that has the package's prefix but is not a switch, with the nearest switch. Empty
-    for every other variable."""
+    """What is wrong with a variable that has the package's prefix but is not a switch, with the nearest switch. Else
+    empty."""
     if not variable.startswith(f"{ENVIRONMENT_PREFIX}_") or variable in variables():
         return ""
     fields = [f.name for f in dataclasses.fields(OverlapConfig)]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions that users of the package may see. A message says what was wrong and, where that is known, what was
-expected and what to do."""
+"""The exceptions that users of the package may see. A message says what was wrong and, if known, what was expected and
+what to do."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ConfigError(OverlapError, ValueError):
     or option, its value, and what is allowed.
 
     Attributes:
-        field: the field of ``OverlapConfig`` whose value is not allowed; empty if the error is about something else.
-        problem: what is wrong with the value and what is allowed, as the end of a sentence.
+        field: the field of ``OverlapConfig`` with the value, or empty.
+        problem: what is wrong and what is allowed, as the end of a sentence.
     """
 
     field: str = ""
@@ -23,18 +23,19 @@ class ConfigError(OverlapError, ValueError):
 
 
 class StrictError(OverlapError):
-    """Overlap that was asked for in mode ``strict`` is not possible.
+    """Overlap that was asked for in mode ``strict`` is not possible. Mode ``on`` runs the site or the graph without
+    overlap instead.
 
-    A site was refused or its rewrite failed, the pass failed, the ranks' plans differ, or a workspace could not be
-    made. Mode ``on`` runs the site or the graph without overlap instead.
+    Causes: a site was refused, its rewrite or the pass failed, the ranks' plans differ, or a workspace could not be
+    made.
     """
 
 
 class AgreementError(OverlapError):
-    """The ranks of a group differ, and they cannot all run the graph without overlap instead.
+    """The ranks of a group differ, and they cannot all run the graph without overlap instead. Raised before this rank
+    moves data for the call.
 
-    For example, their versions differ, a rank died, or some ranks are inside the transfers of an earlier plan. Raised
-    before this rank moves data for the call.
+    For example, their versions differ, a rank died, or some ranks are inside the transfers of an earlier plan.
     """
 
 
@@ -44,8 +45,5 @@ class TransferError(OverlapError):
 
 
 class UnsupportedError(OverlapError):
-    """overlap_inductor does not support what it was asked to do.
-
-    For example, the version of torch is unknown, a kernel cannot take the operands, or a CUDA graph is captured by
-    other means than ``torch.cuda.CUDAGraph``.
-    """
+    """overlap_inductor does not support what it was asked to do: this version of torch, the operands of a kernel, or a
+    CUDA graph that ``torch.cuda.CUDAGraph`` does not capture."""

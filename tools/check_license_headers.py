@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails if a file of ``sources`` does not begin with the licence's SPDX line.
-
-A ``#!`` line may come before the SPDX line. With ``--fix``, missing SPDX lines are written."""
+"""Fails if a file of ``sources`` does not begin with the licence's SPDX line, which may follow a ``#!`` line. ``--fix``
+writes missing SPDX lines."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ SINGLE = (".ci/run", "Makefile", "MANIFEST.in", "pyproject.toml")
 
 
 def sources() -> Iterator[Path]:
-    """Every file that needs the SPDX line."""
     for folder in FOLDERS:
         yield from sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
     yield from (ROOT / name for name in SINGLE)

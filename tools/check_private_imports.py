@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails if a module uses private parts of other code.
+"""Fails if a module outside ``torch_compat`` and ``inductor`` uses private parts of other code.
 
-Outside ``torch_compat`` and ``inductor``, a module must not import or name a private part of torch. Such a module must
-not read a private attribute of an object other than ``self`` and ``cls``."""
+These are the private names of torch, and private attributes of objects other than ``self`` and ``cls``.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def dotted(node: ast.expr) -> list[str]:
 
 
 def private_parts(source: str) -> list[tuple[int, str]]:
-    """``(line, name)`` of each import of a private module or name of torch, and of each private attribute that is not
-    an attribute of ``self`` or ``cls``.
+    """``(line, name)`` of each import of a private name of torch. Also of each private attribute of an object other
+    than ``self`` and ``cls``.
 
-    Operators such as ``aten._to_copy`` are public despite their names. So is ``os._exit``. These names are left out.
+    Operators such as ``aten._to_copy`` are public despite their names, and so is ``os._exit``. They are left out.
     """
     found = []
     for node in ast.walk(ast.parse(source)):

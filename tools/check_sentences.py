@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fails if a sentence of the documentation, of a docstring, of a comment or of a message has more than 28 words.
 
-Code is left out: fenced and literal blocks, indented drawings, tables, commands, and strings that hold a program. The
-generated parts of pages are left out too, because this program reads the texts from which these parts are made.
+Programs, code blocks, drawings, tables, commands and the generated parts of pages are skipped.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ _PROGRAM = re.compile(r"[;{}]\s*$|^\w*\((Tensor|SymInt).*\) -> ", re.MULTILINE)
 
 def paragraphs(text: str) -> Iterator[list[tuple[int, str]]]:
     """The paragraphs of prose in ``text``, each as a list of ``(line, text)``. Lines are counted from 0. A list item
-    and an entry of ``Args:`` are paragraphs of their own. The caller must already have removed the
-    indentation that all lines of ``text`` share."""
+    and an entry of ``Args:`` are paragraphs of their own. ``text`` must be dedented."""
     found: list[tuple[int, str]] = []
     skip_above: int | None = None  # lines that are indented by more are code
     skip_to_blank = in_item = False
@@ -91,7 +89,7 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
 
 
 def word_count(sentence: str) -> int:
-    """The number of words of ``sentence``. A code span counts as one word. A dash or another sign does not count."""
+    """The number of words of ``sentence``. A code span counts as one word. Signs do not count."""
     return sum(any(map(str.isalnum, word)) for word in _CODE_SPAN.sub("code", sentence).split())
 
 
@@ -107,19 +105,18 @@ def is_program(text: str) -> bool:
 
 
 def _dedented(text: str) -> str:
-    """A docstring without the indentation that all lines after the first share. Empty lines do not count, except the
-    last line: its indentation is that of the closing quotes."""
+    """A docstring without the indentation of the lines after the first. Empty lines do not count, except the last one:
+    its indentation is that of the closing quotes."""
     first, *rest = text.split("\n")
     shared = min((len(line) - len(line.lstrip()) for line in rest if line.strip() or line is rest[-1]), default=0)
     return "\n".join([first.lstrip(), *(line[shared:] for line in rest)])
 
 
 def python_texts(source: str) -> Iterator[tuple[int, str]]:
-    """``(line, text)`` of each docstring and block of comments of ``source``, and of each string that is no program and
-    has enough words for a long sentence. Lines are counted from 1.
+    """``(line, text)`` of each docstring, of each block of comments, and of each string with enough words for a long
+    sentence. Programs are left out. Lines are counted from 1.
 
-    In a string that is no docstring, each line is a paragraph, because such a string is printed as it is. ``X`` stands
-    for each value of an f-string.
+    In a string that is no docstring, each line is a paragraph. ``X`` stands for each value of an f-string.
     """
     waiting: list[ast.AST] = [ast.parse(source)]
     while waiting:
@@ -163,7 +160,6 @@ def page_text(page: str) -> str:
 
 
 def long_sentences(path: Path) -> list[tuple[int, int, str]]:
-    """``(line, words, sentence)`` of each sentence of the file that is too long, sorted by line."""
     source = path.read_text(encoding="utf-8")
     texts = python_texts(source) if path.suffix == ".py" else [(1, page_text(source))]
     found = [

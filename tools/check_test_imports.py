@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails if a test module is imported.
+"""Fails if a test module is imported, because a change of its tests might then break other files.
 
 No module of ``tests`` or ``tools`` may import a test module or a ``conftest``. No module of ``bench`` may import
-anything from ``tests``. If other files imported a test module, a change of its tests might break these files, and
-nobody could move the test module alone. Shared code belongs in ``tests/support`` or ``bench/support``.
+anything from ``tests``. Shared code belongs in ``tests/support`` or ``bench/support``.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ FOLDERS = ("tests", "bench", "tools")
 def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
     """``(line, dotted name)`` of every import in ``source``, also inside functions.
 
-    Relative imports are resolved against ``module``, the dotted name of the file. ``from a import b`` gives ``a.b``.
-    This may be a module, or something that module ``a`` defines.
+    Relative imports are resolved against ``module``, the dotted name of the file. ``from a import b`` gives ``a.b``,
+    which may be a module or a name in module ``a``.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -33,7 +32,7 @@ def imported(source: str, module: str) -> Iterator[tuple[int, str]]:
 
 
 def complaint(module: str, name: str) -> str | None:
-    """The reason why ``module`` must not import ``name``. ``None`` if the import is allowed."""
+    """The reason why ``module`` must not import ``name``, or ``None``."""
     parts = name.split(".")
     if parts[0] == "tests":
         if module.split(".")[0] == "bench":

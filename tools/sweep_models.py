@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs models and random programs without overlap and with it, and compares the results.
 
-By default, Hugging Face families have odd sizes: some, such as the vocabulary, are primes that the number of ranks does
-not divide.
-
     python tools/sweep_models.py    # every part: some hours
     python tools/sweep_models.py --part hugging_face --families llama gemma2 --ranks 3 --train
     python tools/sweep_models.py --part hugging_face --sizes even    # even sizes in place of odd sizes
@@ -11,12 +8,14 @@ not divide.
     python tools/sweep_models.py --part torchtitan    # tests/support/torchtitan_models.py says what must be installed
     python tools/sweep_models.py --part programs --seeds 0 500    # the ranks differ in bias, K and padding
 
-Ranks are gloo processes, weights are random, and nothing is downloaded. Schedule ``ring`` is forced, so every site that
-the ring can compute is overlapped. The rewritten graphs are interpreted, because compiling is slow, and a site's
-generated code does not depend on the model. ``--generated`` runs Inductor's code instead.
+Ranks are gloo processes with random weights. Schedule ``ring`` is forced, so every site that it can compute is
+overlapped. Rewritten graphs are interpreted, because compiling is slow. ``--generated`` runs Inductor's code instead.
 
-``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. A row of a Hugging Face family says how many
-all-reduces its graphs have, how many of them were rewritten, and why the others were not rewritten (``left``).
+By default, Hugging Face families have odd sizes. Some, such as the vocabulary, are primes that the number of ranks does
+not divide. If a family does not run even without overlap, it is tried once more, with even sizes of the MLP.
+
+``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. A family's row says how many all-reduces its
+graphs have, how many were rewritten and why others were not (``left``).
 
 Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
 
@@ -27,8 +26,7 @@ Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
     does not run without overlap   an error occurs even without overlap; the row has the error
     wrong                          the results differ, a rank died or hung, or an error occurs only with overlap
 
-The exit status is 1 if any case is wrong. If a Hugging Face family in odd sizes does not run even without overlap,
-these sizes may be the cause. The family is then tried once more, with an odd vocabulary and even sizes of the MLP.
+The exit status is 1 if any case is wrong.
 """
 
 from __future__ import annotations
@@ -163,8 +161,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _row(case: str, size: int, trains: bool, run: Callable[..., Any], *values: Any) -> dict[str, Any]:
-    """The row of one case on ``size`` ranks: the outcome of all ranks, and the figures of the rank with the largest
-    error."""
+    """The row of one case on ``size`` ranks: the outcome of all, and figures of the rank with the largest error."""
     start = time.monotonic()
     try:
         found = gloo_ranks.run_ranks(size, run, *values, timeout=300, expect_failure=True)

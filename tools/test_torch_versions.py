@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs tests on every supported minor version of torch, each in an environment of its own.
 
-The tests are the unit tests, the compile tests, and the tests of a transformer block, forward and backward. The block
-is written twice: by hand, and with DTensor.
-
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 
-``--all`` also runs the tests of kernels (in Triton's interpreter), of numerics (over gloo), and of all models. This
-takes some 15 minutes for each version on two cores. ``TORCH_PYTHONS`` may list the paths of interpreters that already
-have torch, separated by spaces. Without this variable, an environment for each version is made in ``.torch-versions/``.
-Two versions run at a time. If a version cannot be installed, the output says so.
+The tests are the unit tests, the compile tests, and those of a transformer block (by hand and with DTensor). ``--all``
+also runs the tests of kernels (in Triton's interpreter), of numerics (over gloo), and of all models. On two cores, this
+takes some 15 minutes for each version.
+
+``TORCH_PYTHONS`` may list the paths of interpreters that already have torch, separated by spaces. Without it, an
+environment for each version is made in ``.torch-versions/``. Two versions run at a time.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ from pathlib import Path
 
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 TESTS = ("tests/unit", "tests/compile", "tests/models/test_blocks.py")
-"""``test_blocks.py`` also runs the transformer block with activation checkpointing. On torch 2.12 and 2.13, only the
-hand-written block runs with checkpointing, because these versions cannot compile the DTensor block with
-checkpointing."""
+"""``test_blocks.py`` also runs the transformer block with activation checkpointing. Torch 2.12 and 2.13 cannot compile
+the DTensor block with it, so they run only the hand-written one."""
 EVERYTHING: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({}, ("tests/unit", "tests/compile")),
     ({"TRITON_INTERPRET": "1"}, ("tests/kernels",)),
     ({}, ("tests/numerics", "tests/models")),
 )
-"""The tests of ``make test`` and ``make test-thorough``, except the examples. Each entry is
-``(environment variables, paths)`` of one run of pytest."""
+"""The tests of ``make test`` and ``make test-thorough``, except the examples. Each entry is ``(environment variables,
+paths)`` of one run of pytest."""
 ROOT = Path(__file__).resolve().parent.parent
 
 

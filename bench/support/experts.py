@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two layers whose experts are divided among the ranks.
 
-``Experts`` is the layer of ``transformers`` at inference. Each rank multiplies the rows of its own experts, and an
-all-reduce adds the ranks' sums. ``DispatchedExperts`` is the layer of torchtitan. It has the ops of
-``AllToAllTokenDispatcher`` and ``GroupedExperts``, in the same order. Rows travel to their experts and back.
+- ``Experts``: the layer of ``transformers`` at inference. Each rank multiplies the rows of its own experts, and an
+  all-reduce adds the ranks' sums.
+- ``DispatchedExperts``: the layer of torchtitan, with the ops of ``AllToAllTokenDispatcher`` and ``GroupedExperts``.
+  Rows travel to their experts and back.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Exchange = Callable[[torch.Tensor, Sizes, Sizes], torch.Tensor]
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """``experts``: experts of all ranks together. ``chosen``: experts of each token. ``hidden`` and ``inner``: widths
-    of an expert."""
+    """``experts``: experts of all ranks together. ``chosen``: experts of each token. ``hidden``, ``inner``: widths of
+    an expert."""
 
     experts: int = 8
     chosen: int = 2
@@ -45,9 +46,9 @@ class Experts(torch.nn.Module):
     """``AllReduceEP`` and ``grouped_mm_experts_forward`` of ``transformers``. The rank is a constant of the graph.
 
     Args:
-        places: how the rows are brought back into the order of the tokens: ``put`` (as ``transformers`` does),
-            ``argsort``, or ``negative`` (by indices that count from the end).
-        late: whether the weights are applied after the rows were brought back, rather than before.
+        places: how rows get back into the tokens' order: ``put`` (as in ``transformers``), ``argsort``, or ``negative``
+            indices.
+        late: whether the weights are applied after this, rather than before.
         reduce: the collective that adds the ranks' sums. ``None``: an all-reduce.
     """
 
@@ -113,7 +114,7 @@ class Experts(torch.nn.Module):
         return result
 
     def _expert(self, x: torch.Tensor, expert: int, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        """The rows that ``expert`` computes from ``x``. Its weights are ``up`` and ``down``."""
+        """The rows that ``expert`` computes from ``x`` with weights ``up`` and ``down``."""
         gate, values = (x @ up).chunk(2, -1)
         return (F.silu(gate) * values) @ down
 
@@ -122,7 +123,7 @@ class DispatchedExperts(torch.nn.Module):
     """The experts of ``rank``, and the exchange of rows with the other ranks.
 
     Args:
-        shared: whether there is also a shared expert, which multiplies all tokens of the rank.
+        shared: whether a shared expert also multiplies all tokens of the rank.
         exchange: the function that exchanges rows. With a local function instead, nothing is exchanged.
     """
 

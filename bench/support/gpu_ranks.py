@@ -11,19 +11,18 @@ import torch.distributed as dist
 
 
 def allow_sharing() -> None:
-    """Allow symmetric memory between ranks that share a GPU. Make gloo use the loopback interface, unless
+    """Allow symmetric memory between ranks that share a GPU. Let gloo use the loopback interface, unless
     ``GLOO_SOCKET_IFNAME`` is set."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def start_rank(seconds: float = 600.0, share_gpus: bool = False) -> tuple[int, int]:
-    """Choose the rank's GPU and make the default group, with NCCL unless ``share_gpus`` is set. Returns ``(rank, world
-    size)``. ``seconds`` is the timeout of the group and of the waits in its kernels.
+    """Choose the rank's GPU and make the default group. Returns ``(rank, world size)``. ``seconds`` is the timeout of
+    the group and of the waits in its kernels.
 
-    With ``share_gpus``, several ranks share a GPU, so a test of many ranks needs only a few GPUs. NCCL does not allow
-    ranks to share a GPU, so the group uses gloo. Processes take turns on a GPU, milliseconds at a time. So
-    kernels that wait for each other proceed slowly.
+    With ``share_gpus``, several ranks share a GPU, so a test of many ranks needs few GPUs. NCCL does not allow this, so
+    the group uses gloo. Processes take turns on a GPU, so kernels that wait for each other are slow.
     """
     timeout = datetime.timedelta(seconds=seconds)
     local = int(os.environ["LOCAL_RANK"])
@@ -38,7 +37,6 @@ def start_rank(seconds: float = 600.0, share_gpus: bool = False) -> tuple[int, i
 
 
 def device() -> torch.device:
-    """The rank's GPU."""
     return torch.device("cuda", torch.cuda.current_device())
 
 

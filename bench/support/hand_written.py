@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block of ``dtensor_block``, sharded by hand as in Megatron. Autograd functions and sliced weights take the place
-of DTensor."""
+"""The block of ``dtensor_block``, sharded by hand as in Megatron: autograd functions and sliced weights replace
+DTensor."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Gathered(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer with sharded inputs. Its output is reduce-scattered along the sequence. Then the bias is added
+    """A linear layer with sharded inputs. Its output is reduce-scattered along the sequence, then the bias is added
     once."""
 
     def __init__(self, linear: nn.Linear, dim: int, group: dist.ProcessGroup) -> None:
@@ -81,9 +81,8 @@ def shard(block: Any, mesh: DeviceMesh, dim: int) -> nn.Module:
 
 
 def whole_gradient(parameter: nn.Parameter, shape: torch.Size, mesh: DeviceMesh) -> torch.Tensor:
-    """The gradient of the unsharded parameter, which has shape ``shape``. If the parameter is sharded, the gradients of
-    the ranks' slices are joined. If it is replicated, each rank's gradient covers only the tokens of this rank, so the
-    ranks' gradients are summed."""
+    """The gradient of the unsharded parameter, of shape ``shape``. Gradients of a sharded parameter's slices are
+    joined. Gradients of a replicated parameter are summed, because each covers only its rank's tokens."""
     assert parameter.grad is not None
     grad = parameter.grad.contiguous()
     if grad.shape == shape:

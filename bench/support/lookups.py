@@ -66,7 +66,7 @@ class LookupSite:
         self.operands = (self.tables, self.indices, self.offsets, self.samples)
 
     def _offsets(self, kind: dict[str, object]) -> torch.Tensor:
-        """The index at which each bag begins, and the index at which the last bag ends."""
+        """The index at which each bag begins, and the end of the last bag."""
         case = self.case
         device = kind["device"]
         if not case.jagged:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``overlap-inductor bugreport``: pack a dump folder into one zip file that a user can send with a bug report.
 
-The file holds the dump of every graph, the tracebacks of failures, the versions and the doctor's checks. It holds no
-weights. The home folder and the user's name are replaced in every file.
+The file holds the dump of every graph, tracebacks, versions and the doctor's checks, but no weights. The home folder
+and the user's name are replaced.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from overlap_inductor.version import __version__
 
 DEFAULT_FILE = "overlap_inductor_bugreport.zip"
 PACKED = ("report.txt", "sites.json", "graph.before.txt", "graph.after.txt")
-"""Files of a graph's folder that are packed. The page ``index.html`` is left out, because it shows the same content."""
+"""Files of a graph's folder that are packed. ``index.html`` shows the same content."""
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "numpy")
 USER = "<user>"
 
 
 def write_bug_report(folder: str, output: str | None = None) -> Path:
-    """Pack the reports below ``folder`` into ``output`` (by default ``DEFAULT_FILE`` in the current folder) and return
-    its path. A file of that name is replaced.
+    """Pack the reports below ``folder`` into ``output`` (by default ``DEFAULT_FILE`` in the current folder), which is
+    replaced. Returns its path.
 
     Raises:
-        OverlapError: there is no report below ``folder``, one of its files cannot be read, or ``output`` cannot be
-            written.
+        OverlapError: there is no report below ``folder``, a file cannot be read, or ``output`` cannot be written.
     """
     hide = Redaction()
     files, errors = _reports(folder, hide)
@@ -55,21 +54,16 @@ def write_bug_report(folder: str, output: str | None = None) -> Path:
 
 
 class Redaction:
-    """Replaces the user's home folder by ``~`` and the user's name by ``<user>`` in a text.
-
-    Args:
-        home: path of the home folder; by default this user's.
-        user: the user's name; by default this user's. Empty if the user has none.
-    """
+    """Replaces the user's home folder by ``~`` and the user's name by ``<user>`` in a text. ``home`` and ``user`` are
+    by default this user's."""
 
     def __init__(self, home: str | None = None, user: str | None = None) -> None:
         place = Path(home) if home is not None else Path.home()
         name = _user_name() if user is None else user
-        # A user without an entry in /etc/passwd has the root folder as home. The root folder is not replaced, because
-        # every path begins with it.
+        # A user without an entry in /etc/passwd has the root folder as home. Every path begins with it, so it is kept.
         homes = sorted({str(p) for p in (place, place.resolve()) if len(p.parts) > 1}, key=len, reverse=True)
         parts = [re.escape(form) + r"(?![\w-]|\.\w)" for one in homes for form in _forms(one)]
-        # The dump may have been written on another machine, so usual places of home folders are also replaced.
+        # The dump may come from another machine, so usual places of home folders are also replaced.
         parts.append(r"(?<![\w.-])/(?:home|Users)/(?:[^/\s\"'\\:,;)]|\\u[0-9a-f]{4})+")
         self._home = re.compile("|".join(parts))
         # "root" does not identify a person, and is a common word in code.
@@ -82,8 +76,7 @@ class Redaction:
 
 
 def versions() -> dict[str, Any]:
-    """Versions of the package, Python, the system, ``PACKAGES`` (``None`` if not installed) and GPUs with their
-    driver."""
+    """Versions of the package, Python, the system, ``PACKAGES`` (``None`` if not installed), GPUs and driver."""
     from overlap_inductor.cli.doctor_machine import tool_output
 
     gpus = tool_output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
@@ -97,8 +90,8 @@ def versions() -> dict[str, Any]:
 
 
 def _reports(folder: str, hide: Redaction) -> tuple[dict[str, str], list[str]]:
-    """``({name in the archive: text} of each file to pack, a text for each failure that these files record)``. ``hide``
-    is applied only to the names."""
+    """``({name in the archive: text} of each file, a text for each failure)``. ``hide`` is applied only to the
+    names."""
     files: dict[str, str] = {}
     errors: list[str] = []
     for found in graph_folders(folder):
@@ -141,7 +134,7 @@ def _json(value: dict[str, Any]) -> str:
 
 
 def _forms(text: str) -> list[str]:
-    """``text`` as it is written in plain text, and as it is written in JSON, which may escape letters."""
+    """``text`` as plain text, and as in JSON, which may escape letters."""
     return list(dict.fromkeys((text, json.dumps(text)[1:-1])))
 
 

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``overlap-inductor demo``: compile and run two models on this machine with and without overlap, compare the results,
-and time them.
+"""``overlap-inductor demo``: run two models here with and without overlap, compare the results and time the runs.
 
-By default, the ranks run on 8, 4 or 2 GPUs: the largest of these numbers that this machine has. With fewer than two
-GPUs, the ranks are two CPU processes, joined by a slow link if this process can make one. The models are a Hugging Face
-Llama and a sequence-parallel block. Each is compiled without overlap, with schedule ``auto``, and with each schedule
-that can run here.
+The models are a Hugging Face Llama and a sequence-parallel block. By default, they run on the most of 8, 4 or 2 GPUs
+that this machine has. With fewer than two GPUs, they run on two CPU processes, joined by a slow link if possible.
 """
 
 from __future__ import annotations
@@ -38,9 +35,9 @@ PARTS = ("llama", "block")
 HEADS = 8
 LLAMA_NEEDS = ("transformers", "accelerate")
 SIZES = {"cpu": (512, 1024), "cuda": (4096, 4096)}
-"""Default hidden size and sequence length: so large that matmuls and collectives last longer than a launch."""
+"""Default hidden size and sequence length: matmuls and collectives last longer than a launch."""
 MEGABITS = 500
-"""Default rate of the slow link in Mbit/s. At this rate, a collective of the demo lasts about as long as its matmul."""
+"""Default rate of the slow link in Mbit/s. A collective of the demo then lasts about as long as its matmul."""
 
 
 @dataclass
@@ -49,8 +46,7 @@ class DemoOptions:
 
     Attributes:
         tokens: length of the whole sequence.
-        link: the slow link between CPU ranks: its rate in Mbit/s, or ``none``. ``auto``: a link of ``MEGABITS``, or
-            none if this process cannot make one.
+        link: rate in Mbit/s of the slow link between CPU ranks, ``none``, or ``auto`` (``MEGABITS`` if possible).
         timeout: seconds after which ranks that still run are stopped, and the demo fails.
     """
 
@@ -67,8 +63,8 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class Setup:
-    """The options, resolved for this machine. ``megabits``: the link's rate, or ``None`` if there is no link.
-    ``no_link``: if CPU ranks have no link, the reason, else empty."""
+    """The options, resolved for this machine. ``megabits``: the link's rate, or ``None``. ``no_link``: why CPU ranks
+    have no link, else empty."""
 
     device: str
     ranks: int
@@ -79,14 +75,15 @@ class Setup:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo and print what it found. Returns 0 if all went well. Returns 1 if a rank failed or a part returned
-    no result. Also returns 1 if the numbers of a part differ too much, or if no schedule overlapped a site of the part.
+    """Run the demo and print what it found. Returns 0 if all went well. Returns 1 in these cases:
+
+    - A rank failed, or a part returned no result.
+    - Numbers differ too much.
+    - No schedule overlapped a site of a part.
 
     Raises:
-        ConfigError: the options contradict each other, do not fit this machine, or name a folder that cannot be
-            written.
-        UnsupportedError: a package that a part needs is missing, this torch is not supported, or the estimate for
-            another machine failed.
+        ConfigError: the options contradict each other or this machine, or name a folder that cannot be written.
+        UnsupportedError: a package is missing, this torch is not supported, or the estimate failed.
     """
     setup = _resolve(options)
     folder = _writable(options.keep_dir or tempfile.mkdtemp(prefix="overlap_inductor_demo_"))
@@ -148,11 +145,10 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def _estimate() -> None:
-    """Print the estimated gain of the block on the first machine in ``BOXES``. The block has the sizes of
-    ``cli.demo_estimate``. The estimate runs in a process of its own.
+    """Print the estimated gain of the block (``cli.demo_estimate``) on the first machine in ``BOXES``.
 
     Raises:
-        UnsupportedError: that process failed. The message has the end of its standard error.
+        UnsupportedError: the process of the estimate failed.
     """
     box = next(iter(BOXES.values()))
     print(f"\nAn estimate for {box.title}: the same block with the hidden size of Llama-3-8B", flush=True)
@@ -185,7 +181,6 @@ def _writable(folder: str) -> Path:
 
 
 def _lack_of_gpus(usable: int) -> str:
-    """Why fewer than two GPUs can be used, and what to change."""
     import torch
     import torch.distributed as dist
 
@@ -232,7 +227,6 @@ def _resolve(options: DemoOptions) -> Setup:
 
 
 def _device(options: DemoOptions) -> tuple[str, int]:
-    """Device and number of ranks."""
     import torch
     import torch.distributed as dist
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's block with the hidden size of Llama-3-8B, for an estimate of what it would gain on other machines. (Its
-MLP is a little wider than Llama-3-8B's: 4 times the hidden size.)
+"""The demo's block with the hidden size of Llama-3-8B, for an estimate of its gain on other machines.
 
     overlap-inductor explain --machine h200 --ranks 8 --short demo_estimate.py
 

@@ -76,8 +76,7 @@ def parallel_block(
     hidden: int, mesh: DeviceMesh, dtype: torch.dtype, inner: int | None = None, *, values: bool = True
 ) -> nn.Module:
     """The block in sequence-parallel form, its MLP ``inner`` wide (``4 * hidden`` by default). Input and output are the
-    rank's own shard of the sequence, ``[1, tokens / W, hidden]``. Without ``values``, the weights' memory is not
-    initialized. This is enough for a program whose graphs do not run, and saves the time to draw the weights."""
+    rank's own shard, ``[1, tokens / W, hidden]``. Without ``values``, the weights are not initialized."""
     torch.manual_seed(0)
     if values:
         block = Block(hidden, inner or 4 * hidden).to(device=mesh.device_type, dtype=dtype)

@@ -40,13 +40,11 @@ class Progress:
                 self.results.append(record)
 
     def wait(self) -> None:
-        """Show the running step's time, if the stream is a terminal."""
         if self._live:
             with self._lock:
                 self._write(f"\r\x1b[K  {self._step} ... {time.monotonic() - self._begin:.0f} s")
 
     def finish(self) -> None:
-        """End the last step's line."""
         with self._lock:
             self._finish()
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's results as text: sites, differences and times of each part. A *form* of a part is its model, compiled
-with overlap by ``auto`` or by one forced schedule."""
+"""The demo's results as text: sites, differences and times of each part. A *form* of a part is its model, compiled with
+overlap by ``auto`` or by one forced schedule."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def overlapped(form: dict[str, Any]) -> int:
 
 
 def passed(result: dict[str, Any]) -> bool:
-    """Whether the outputs of all forms agree with the outputs of plain ``torch.compile``, and at least one form
-    overlaps a site."""
+    """Whether all forms agree with plain ``torch.compile``, and at least one form overlaps a site."""
     checks = [check for form in result["forms"] for check in form["checks"]]
     return any(map(overlapped, result["forms"])) and all(check["passed"] for check in checks)
 
@@ -47,8 +46,7 @@ def part(result: dict[str, Any], shared_cpu: bool) -> str:
 
 
 def _checks(result: dict[str, Any]) -> list[str]:
-    """For each output, a line for every form that differs too much. If none differs too much, a line for the form that
-    differs most."""
+    """For each output, a line for every form that differs too much, or else for the form that differs most."""
     lines = []
     for index, noise in enumerate(result["plain_against_eager"]):
         found = [(form["name"], form["checks"][index]) for form in result["forms"]]
@@ -76,8 +74,8 @@ def _times(result: dict[str, Any]) -> list[str]:
 
 
 def verdict(result: dict[str, Any], shared_cpu: bool) -> str:
-    """A sentence that says how fast ``auto``, the default schedule, is. A second one names the fastest schedule, if it
-    is clearly faster than ``auto`` and than plain ``torch.compile``."""
+    """A sentence that says how fast ``auto`` is. A second one names a schedule that is clearly faster than ``auto`` and
+    plain ``torch.compile``."""
     auto = next(form for form in result["forms"] if form["name"] == "auto")
     plain = result["plain_ms"]
     text = _of_auto(auto, plain, shared_cpu)
@@ -90,7 +88,7 @@ def verdict(result: dict[str, Any], shared_cpu: bool) -> str:
 
 def compared(plain: list[float], other: list[float]) -> float:
     """How many times as fast ``other`` is as ``plain``, by the medians. 1.0 if the ranges between the quartiles
-    overlap, or the medians differ by less than 2 %, because the times then show no difference."""
+    overlap, or the medians differ by less than 2 %."""
     ratio = plain[MEDIAN] / other[MEDIAN]
     apart = other[-1] < plain[0] or plain[-1] < other[0]
     return ratio if apart and not SLOWER < ratio < FASTER else 1.0

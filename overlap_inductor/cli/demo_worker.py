@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the demo. It runs each model eagerly, compiled without overlap, and compiled with overlap by ``auto`` and
-by each schedule that can run between these ranks. It compares the results, and times the model without overlap and the
-models in which a site is overlapped.
+"""One rank of the demo. It runs each model eagerly, compiled without overlap, and compiled with overlap. It compares
+the results and times the compiled forms.
 
-Rank 0 writes one JSON object per line to standard output: ``{"step": ...}`` when a step begins, and ``{"part": ...}``
-with the results of a part.
+A model runs with overlap by ``auto`` and by each schedule that can run between these ranks. Forms that overlap no site
+are not timed.
+
+Rank 0 writes one JSON object per line to standard output::
+
+    {"step": ...}     a step begins
+    {"part": ...}     the results of a part
 """
 
 from __future__ import annotations
@@ -34,9 +38,8 @@ from overlap_inductor.report.report import OverlapReport
 REPEATS = 9
 GROUP_TIMEOUT = timedelta(seconds=120)
 
-# Largest allowed difference, relative to the largest value. A split matmul may use another kernel, and the sum over
-# ranks may be in another order. The results then differ by rounding, more in longer sums and in bfloat16. The
-# tolerances are far above these differences.
+# Largest allowed difference, relative to the largest value. A split matmul or another order of a sum rounds
+# differently, more in longer sums and in bfloat16. The tolerances are far above these differences.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 Outputs = dict[str, torch.Tensor]
@@ -81,9 +84,8 @@ def synchronize(device: str) -> None:
 
 
 def quartiles_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, list[float]]:
-    """The first quartile, the median and the third quartile of each call's times, in milliseconds. Of each quartile,
-    the maximum over the ranks is returned. The calls take turns for ``REPEATS`` rounds, after one round that is not
-    counted. All ranks call this together."""
+    """``[first quartile, median, third quartile]`` of each call's times in milliseconds, each the maximum over the
+    ranks. All ranks call this together. Calls take turns; the first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(REPEATS + 1):
         for name, call in calls.items():
@@ -100,9 +102,8 @@ def quartiles_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[st
 
 
 def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: float) -> dict[str, Any]:
-    """Compare ``value`` with ``reference`` on all ranks. All ranks call this together. The result holds the largest
-    difference, the largest value of the reference, and whether the comparison passed. It passed if ``value`` is finite
-    and the difference is at most ``tolerance`` times the largest value."""
+    """Compare ``value`` with ``reference`` on all ranks, which call this together. The difference may be ``tolerance``
+    times the reference's largest value."""
     difference = (value.float() - reference.float()).abs().max()
     largest = reference.float().abs().max()
     both = torch.stack([difference, largest])
@@ -120,7 +121,6 @@ class Compiled:
 
     Attributes:
         name: the requested schedule, or ``auto``.
-        model: the compiled model.
         checks: a result of ``compare`` for each output.
         reports: the overlap reports of its graphs.
     """
@@ -135,7 +135,7 @@ class Compiled:
 
 
 def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Settings) -> None:
-    """Run, compare and time one model as the module's docstring says. Send the results to the parent process."""
+    """Run, compare and time one model, and send the results to the parent process."""
     say(step=f"{part}: eager")
     eager = call(model)
 
@@ -169,15 +169,14 @@ def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Se
 
 
 def serving(settings: Settings) -> list[str]:
-    """Names of the schedules that can run between these ranks. A schedule may still refuse single sites. A schedule
-    without a transport is left out, because the demo's models have no site for it."""
+    """Names of the schedules that can run between these ranks. Schedules without a transport are left out: the demo's
+    models have no site for them."""
     ranks, device = tuple(range(dist.get_world_size())), torch.device(settings.device)
     return [s.name for s in SCHEDULES if s.transports and s.why_not_between(ranks, device) is None]
 
 
 def backend() -> Any:
-    """The name of our backend if the package is installed. If it runs from a source tree, no backend is registered, so
-    the backend's function is returned."""
+    """The name of our backend, or its function if the package is not installed and so registers no backend."""
     from importlib.metadata import entry_points
 
     if entry_points(group="torch_dynamo_backends", name="overlap_inductor"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``overlap-inductor doctor``: check the machine and the switches, and say why a schedule cannot run or a switch has no
+"""``overlap-inductor doctor``: check the machine and the switches, and say why something cannot run or has no
 effect."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_doctor(as_json: bool = False) -> int:
 
 
 def collect() -> list[Check]:
-    """All checks, in the order in which they are shown. If torch is missing or not supported: only those of the
+    """All checks, in the order in which they are shown. If torch is missing or not supported, only those of the
     software."""
     checks = doctor_machine.software()
     if any(check.name == "torch" and check.state == BAD for check in checks):
@@ -55,8 +55,7 @@ def collect() -> list[Check]:
 
 
 def switches() -> list[Check]:
-    """Checks that compare the environment's switches with the effect that they have on a plain ``torch.compile`` in
-    this process."""
+    """Checks of the environment's switches and of their effect on a plain ``torch.compile`` in this process."""
     checks = [*_entry_points(), *_variables()]
     try:
         config = OverlapConfig.from_environment()
@@ -64,8 +63,7 @@ def switches() -> list[Check]:
         if any(check.state == BAD for check in checks if check.name.startswith(ENVIRONMENT_PREFIX)):
             return checks
         return [*checks, Check(SWITCHES, "configuration", BAD, "not valid", f"{str(error).rstrip('.')}.")]
-    # Overlap is requested only if OVERLAP_INDUCTOR is set. If it is not set, ``config.mode`` is only the default of
-    # enable().
+    # If OVERLAP_INDUCTOR is not set, ``config.mode`` is only the default of enable().
     asked = ENVIRONMENT_PREFIX in os.environ and config.mode != "off"
     if asked:
         checks += [_effective(config), *_differences(config), *_schedule(config)]
@@ -104,8 +102,7 @@ def _variables() -> list[Check]:
 
 
 def _effective(config: OverlapConfig) -> Check:
-    """Whether the pass is in Inductor's slot in this process. A user's process starts in the same way, so the answer
-    holds there too."""
+    """Whether the pass is in Inductor's slot in this process, as in a user's process."""
     from overlap_inductor.inductor import probe
 
     name = "by environment"
@@ -145,8 +142,7 @@ def _differences(requested: OverlapConfig) -> list[Check]:
 
 
 def _schedule(config: OverlapConfig) -> list[Check]:
-    """A check with state ``bad`` if the schedule that the environment names cannot run here. Empty if the schedule can
-    run, or if it is ``auto`` or ``keep``."""
+    """A check with state ``bad`` if the schedule that the environment names cannot run here; else empty."""
     from overlap_inductor.lowerings.registry import SCHEDULES
 
     name = f"{ENVIRONMENT_PREFIX}_SCHEDULE={config.schedule}"

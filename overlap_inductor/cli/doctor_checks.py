@@ -26,11 +26,12 @@ _ASCII_MARKS = {GOOD: "+", BAD: "x", NOTE: "-"}
 
 @dataclass(frozen=True)
 class Check:
-    """One fact. ``state`` is ``good``, ``bad`` or ``note``. ``bad``: something that is required or requested cannot
-    take effect. ``note``: neither good nor bad, for example something that is absent and not required.
+    """One fact.
 
-    ``advice`` tells the user what to do. It is empty if there is nothing to do. If the check answers a question,
-    ``answer`` is ``yes``, ``no`` or a number, and ``value`` explains this answer.
+    Attributes:
+        state: ``good``, ``bad`` (something that is required or requested cannot take effect) or ``note``.
+        advice: what the user can do; may be empty.
+        answer: if the check answers a question, ``yes``, ``no`` or a number. ``value`` explains it.
     """
 
     section: str
@@ -47,7 +48,6 @@ def usable(checks: Sequence[Check]) -> bool:
 
 
 def as_dict(checks: Sequence[Check]) -> dict[str, Any]:
-    """The checks for ``--json``."""
     return {"usable": usable(checks), "checks": [asdict(check) for check in checks]}
 
 

@@ -18,8 +18,8 @@ SECTION = "Machine facts"
 
 
 def machine_facts() -> list[Check]:
-    """A line for each of ``FIELDS``, for ranks on the GPUs of this machine, or on its CPUs if it has no GPU. The state
-    is ``good`` if the switch ``machine`` sets the value, and ``note`` if the value is the package's default."""
+    """A line for each of ``FIELDS``, for ranks on the GPUs of this machine, or on its CPUs. The state is ``good`` if
+    the switch ``machine`` sets the value, else ``note``."""
     import torch
 
     from overlap_inductor.sites.sizes import machine_between

@@ -26,8 +26,7 @@ _FABRIC_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
 
 
 def software() -> list[Check]:
-    """Versions of the software. ``bad`` if torch is missing or not supported, or a compiler that Inductor needs is
-    missing."""
+    """Versions of the software. ``bad`` if torch is missing or not supported, or a needed compiler is missing."""
     section = "Software"
     checks = [Check(section, "python", GOOD, platform.python_version())]
     try:
@@ -88,8 +87,8 @@ def distributed() -> list[Check]:
 
 
 def gpus() -> list[Check]:
-    """GPUs, peer access, NVLink, and the requirements of symmetric memory. No check here is ``bad``, because overlap
-    also works without these features."""
+    """GPUs, peer access, NVLink, and the requirements of symmetric memory. Overlap works without them, so no check is
+    ``bad``."""
     import torch
 
     section = "GPUs"
@@ -149,8 +148,7 @@ def symmetric_memory() -> list[Check]:
 
 
 def handle_exchange(section: str) -> Check:
-    """The ways in which processes can share memory: by fabric handles, or by file descriptors through
-    ``pidfd_getfd``."""
+    """The ways in which processes can share memory: fabric handles, or file descriptors through ``pidfd_getfd``."""
     fabric = _FABRIC_CHANNELS.is_dir() and any(_FABRIC_CHANNELS.iterdir())
     refusal = pidfd_refusal()
     scope = _PTRACE_SCOPE.read_text().strip() if _PTRACE_SCOPE.exists() else "absent"
@@ -165,8 +163,8 @@ def handle_exchange(section: str) -> Check:
 
 
 def pidfd_refusal() -> str:
-    """Try to duplicate a file descriptor of this process through a pidfd. Returns the reason why this is not allowed,
-    or an empty text if it is allowed."""
+    """Try to duplicate a file descriptor of this process through a pidfd. Returns why this is not allowed, or an empty
+    text."""
     if not hasattr(os, "pidfd_open"):
         return "not offered by this system"
     try:

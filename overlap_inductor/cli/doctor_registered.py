@@ -16,8 +16,8 @@ HERE = "Schedules that run here"
 
 
 def registered() -> list[Check]:
-    """A line for each pattern, schedule and transport. A pattern's line names its collective. A schedule's line names
-    the patterns that it computes and its transports. A transport's line names the schedules that use it."""
+    """A line for each pattern (with its collective), schedule (with its patterns and transports) and transport (with
+    its schedules)."""
     from overlap_inductor.lowerings.registry import SCHEDULES
     from overlap_inductor.passes.patterns import PATTERNS
     from overlap_inductor.transports.registry import transports
@@ -48,8 +48,7 @@ def runs_here() -> list[Check]:
 
 
 def why_not_here(schedule: SiteSchedule) -> str:
-    """Why the schedule cannot run between ranks on the GPUs of this machine, or on its CPUs if it has no GPU. Empty if
-    it can."""
+    """Why the schedule cannot run between ranks on this machine's GPUs, or on its CPUs without a GPU; else empty."""
     import torch
 
     ranks, number = tuple(range(ranks_here()[0])), torch.cuda.device_count()

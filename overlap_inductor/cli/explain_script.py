@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``overlap-inductor explain script.py``: run a user's script in mode ``report`` and show the reports of its graphs.
 
-With ``--machine`` or ``--ranks`` the script runs in one process, as rank 0 of a group whose other ranks do not exist.
-Its graphs are planned and not run.
+With ``--machine`` or ``--ranks``, the script runs in one process that plays rank 0. Its graphs are planned and not run.
 """
 
 from __future__ import annotations
@@ -49,24 +48,21 @@ def explain_script(
     ranks: int | None = None,
     short: bool = False,
 ) -> int:
-    """Run ``script`` in this process as ``__main__`` with ``arguments``. After it has ended, print the reports of all
-    graphs (of the last 256, if there are more) and the total of the estimated times of their sites.
+    """Run ``script`` in this process as ``__main__`` with ``arguments``. At its end, rank 0 prints the reports of the
+    last 256 graphs and the total of their estimated times.
 
-    Graphs stay as they are. (If the script itself switches overlap on, its switch holds.) Only rank 0 prints reports.
-    Returns the script's own exit status. If the script raised an exception, prints the traceback and returns 1. If the
-    script needs a launcher's variables, a line says how to start it.
+    Returns the script's own exit status, or 1 if it raised an exception.
 
     Args:
-        machine: name of the machine for which plans are made. ``None`` means this machine.
-        ranks: size of the group in which this process acts as rank 0. ``None`` means the number of GPUs of ``machine``.
-            If ``machine`` is also ``None``, the script runs in the group that it makes itself.
-        short: whether to print a few lines of each report, instead of the whole report.
+        machine: name of the machine for which plans are made. ``None``: this machine.
+        ranks: size of the group in which this process acts as rank 0. ``None``: the number of GPUs of ``machine``.
+            Without ``machine``, the script runs in the group that it makes itself.
+        short: whether to print a few lines of each report.
 
     Raises:
         OverlapError: there is no such script.
-        ConfigError: ``machine`` is not known, or ``ranks`` is below 2 or more than ``machine`` has GPUs. Or the script
-            asks for a number of ranks other than ``ranks``, or for more ranks than ``machine`` has GPUs. Or
-            ``machine`` or ``ranks`` is given, and ``WORLD_SIZE`` is set to another number than 1.
+        ConfigError: ``machine`` is not known, ``ranks`` is below 2, or ``machine`` has fewer GPUs. Or the script asks
+            for another number of ranks. Or ``WORLD_SIZE`` is set to another number than 1.
         UnsupportedError: this torch is not supported.
     """
     if not Path(script).is_file():
@@ -91,7 +87,6 @@ def explain_script(
 
 
 def _run(script: str, arguments: Sequence[str]) -> int:
-    """Run the script. Returns its exit status."""
     from overlap_inductor.torch_compat.fake_ranks import RanksError
 
     before = (sys.argv, sys.path)
@@ -102,7 +97,7 @@ def _run(script: str, arguments: Sequence[str]) -> int:
     except SystemExit as ending:
         return _status(ending)
     except (RanksError, BrokenPipeError):
-        raise  # main() handles both errors. The broken pipe may be our own output, whose reader has ended.
+        raise  # main() handles both errors. A broken pipe may be our own output, whose reader has ended.
     except Exception as error:  # noqa: BLE001  (the script's own error: shown, and its reports after it)
         traceback.print_exc()
         if _lacks_a_gpu(error):
@@ -116,7 +111,6 @@ def _run(script: str, arguments: Sequence[str]) -> int:
 
 
 def _box(machine: str | None, ranks: int | None) -> Box | None:
-    """The machine for which plans are made. ``None`` means this machine."""
     if machine is not None and machine not in BOXES:
         raise ConfigError(
             f"--machine {machine}: no figures of such a machine were measured; expected one of: {', '.join(BOXES)}"
@@ -139,8 +133,7 @@ def _box(machine: str | None, ranks: int | None) -> Box | None:
 
 @contextmanager
 def _elsewhere(box: Box | None, ranks: int | None) -> Iterator[None]:
-    """In this context, this process is rank 0 of a group whose other ranks do not exist. Its graphs are planned for
-    ``box`` and not run."""
+    """In this context, this process plays rank 0 of a group. Its graphs are planned for ``box`` and not run."""
     from overlap_inductor.inductor.post_grad import stopped_before_code
     from overlap_inductor.torch_compat.fake_ranks import one_process_as
     from overlap_inductor.torch_compat.target import planning_for

@@ -58,13 +58,12 @@ def run_ranks(
     have ended.
 
     Args:
-        folder: where each rank's log goes (``rank_<r>.log``). The log has the rank's standard error, and for all ranks
-            but 0 also the standard output.
+        folder: for each rank's log, ``rank_<r>.log``: its standard error and, except for rank 0, its standard output.
         environment: variables of the ranks, without those that this function sets.
-        hosts: network namespaces to run in, one for each rank. If empty, all ranks share this process's network.
+        hosts: network namespaces to run in, one for each rank. If empty, this process's network.
         timeout: seconds after which all ranks are stopped.
         on_line: called, on another thread, with every line that rank 0 writes to its standard output.
-        on_wait: called several times a second while waiting.
+        on_wait: called several times a second.
 
     Raises:
         RankError: a rank ended with an error, or the timeout expired. All ranks have been stopped by then.
@@ -96,8 +95,8 @@ def run_ranks(
 
 
 def rank_environment(device: str) -> dict[str, str]:
-    """This process's environment, without the variables that begin with ``OVERLAP_INDUCTOR``, because each rank chooses
-    its switches itself. Each rank gets one OpenMP thread. On ``cpu``, no GPU is visible."""
+    """This process's environment for ranks with one OpenMP thread each, without the switches ``OVERLAP_INDUCTOR*``. On
+    ``cpu``, no GPU is visible."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}
     kept.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
     if device == "cpu":
@@ -131,9 +130,8 @@ def _watch(ranks: list[_Rank], timeout: float, on_wait: Callable[[], None]) -> N
 
 
 def _first_to_blame(failed: list[_Rank]) -> _Rank:
-    """The failed rank to report. This is the first rank for which the last log lines have the word "Traceback" and do
-    not name a connection. (Errors about lost peers name a connection.) If there is no such rank, it is the first failed
-    rank."""
+    """The failed rank to report: the first one with a traceback that names no connection, or else the first one. Errors
+    about lost peers name a connection."""
     blamed = [r for r in failed if "Traceback" in _tail(r) and "onnection" not in _tail(r)]
     return (blamed or failed)[0]
 

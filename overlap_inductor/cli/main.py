@@ -100,9 +100,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit status: 0 if it succeeded, 1 if a check failed, 2 if it could not be run as
-    asked. The status is 141 if the reader of the command's output has gone away. (A shell reports 141 for a program
-    that SIGPIPE ended.) ``explain`` returns the status of the user's script."""
+    """Run a command. Returns its exit status, for ``explain`` that of the user's script.
+
+    - 0: it succeeded.
+    - 1: a check failed.
+    - 2: it could not be run as asked.
+    - 141: the reader of its output has gone away. A shell reports 141 for a program that SIGPIPE ended.
+    """
     chosen = build_parser().parse_args(arguments)
     try:
         status = int(chosen.run(chosen))
@@ -123,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more, as with ``| head``. If so, text that is still
-    buffered is dropped, because Python would try to write it at exit and print an error."""
+    """Whether standard output is a pipe without a reader, as after ``| head``. If so, buffered text is dropped: Python
+    would print an error at exit."""
     try:
         number = sys.stdout.fileno()
     except OSError:  # replaced by an object that is no file

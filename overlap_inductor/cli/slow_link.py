@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates hosts that a slow link joins, on one Linux machine. Each rank has a network namespace. A bridge joins the
-namespaces, with a rate limit in each direction.
+"""Simulates hosts that a slow link joins, on one Linux machine: network namespaces on a bridge with rate limits.
 
-Needs root, and the tools ``ip`` and ``tc`` of iproute2. Namespaces, links and the bridge are removed at the end, also
-after an error.
+Needs root, and the tools ``ip`` and ``tc`` of iproute2. Everything is removed at the end, also after an error.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ class Host:
 
     Attributes:
         name: the name by which ``ip netns`` knows the namespace.
-        address: the namespace's IPv4 address on the bridge.
-        interface: name of the namespace's network interface, which is linked to the bridge.
+        address: its IPv4 address on the bridge.
+        interface: name of its network interface, which is linked to the bridge.
     """
 
     name: str
@@ -37,8 +35,7 @@ class Host:
 
 
 def why_not() -> str | None:
-    """The reason why this process cannot make a slow link, or ``None`` if it can. To find out, this function makes a
-    link and removes it."""
+    """Why this process cannot make a slow link, or ``None``. To find out, it makes one and removes it."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "making network namespaces needs root; run the command as root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -64,8 +61,8 @@ def slow_hosts(count: int, megabits: int) -> Iterator[list[Host]]:
     prefix = f"ovl{os.getpid() % 100000}"
     hosts = [Host(f"{prefix}h{i}", f"10.77.0.{i + 1}", f"{prefix}i{i}") for i in range(count)]
     bridge = f"{prefix}br"
-    # The burst is two full segments, and the queue is 20 ms. A longer queue would delay the acknowledgements of the
-    # other direction.
+    # The burst is two full segments, and the queue is 20 ms. A longer queue would delay the other direction's
+    # acknowledgements.
     limit = ["rate", f"{megabits}mbit", "burst", "128kb", "latency", "20ms"]
     try:
         _run("ip", "link", "add", bridge, "type", "bridge")
@@ -95,6 +92,5 @@ def _run(*command: str) -> None:
 
 
 def _remove(*command: str) -> None:
-    """Run a command that removes a namespace, a link or a bridge. It may fail, because after an error some of them were
-    not made."""
+    """Run a command that removes something. It may fail, because after an error some things were not made."""
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the command line, made by ``rich``. On a terminal they fit its width. Elsewhere they are plain text without
-escape codes, and no line is cut or wrapped."""
+"""Tables of the command line, made by ``rich``. They fit a terminal's width. Elsewhere they are plain text, and no line
+is cut or wrapped."""
 
 from __future__ import annotations
 
@@ -32,11 +32,8 @@ def as_text(parts: Iterable[RenderableType], stream: TextIO | None = None) -> st
 
 
 def grid(widths: Sequence[int | None], rows: Iterable[Sequence[tuple[str, str]]]) -> Table:
-    """A table without a head or lines. In a column whose width is ``None``, long texts are wrapped.
-
-    Args:
-        rows: the cells of each row, as ``(text, style)``.
-    """
+    """A table without a head or lines. ``rows`` hold cells ``(text, style)``. Long texts are wrapped in columns of
+    width ``None``."""
     table = Table.grid()
     for width in widths:
         table.add_column(min_width=width, no_wrap=width is not None, overflow="fold")

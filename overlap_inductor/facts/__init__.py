@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain data about sites, plans, machines and exchanges. No module here imports another folder of the package when it
-is loaded. Only a call of ``Names.known`` imports a registry."""
+is loaded."""

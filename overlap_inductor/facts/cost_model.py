@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model estimates the seconds of a site's matmul alone and of its collective alone, from the site's sizes.
+"""The cost model estimates the seconds of a site's matmul alone and of its collective alone.
 
-Without overlap a site takes ``T_matmul + T_collective``. A schedule hides a part of one of these times behind the
-other, and pays a fixed cost. The ``cost.py`` of each schedule says how much stays exposed. Section 1.3 of CommFuse and
-the gate of XLA's windowed einsum use the same form.
+Without overlap a site takes ``T_matmul + T_collective``. A schedule hides a part of one time behind the other, and pays
+a fixed cost. Its ``cost.py`` says how much stays exposed. Section 1.3 of CommFuse and the gate of XLA's windowed einsum
+use the same form.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from dataclasses import replace
 from overlap_inductor.facts.machine import Machine
 
 MARGIN = 1.05
-"""With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule is chosen only if it is estimated to be more than this many times
-as fast as ``keep``."""
+"""With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule must be estimated to be more than this many times as fast as
+``keep``."""
 MARGIN_UNMEASURED = 1.25
-"""``MARGIN`` where there are few measurements or none. For ``chunked``, ``fused`` and ``wave_groups``, it applies to
-groups with more ranks than the largest measured group. For ``chunked`` and ``fused``, it also applies to matmuls that
-contract the dim that an all-to-all exchanges. For ``ring`` and ``early_start``, it applies to attention on GPUs."""
+"""``MARGIN`` where there are few measurements or none:
+
+- ``chunked``, ``fused``, ``wave_groups``: groups with more ranks than the largest measured group.
+- ``chunked``, ``fused``: matmuls that contract the dim that an all-to-all exchanges.
+- ``ring``, ``early_start``: attention on GPUs.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,25 +33,20 @@ class SiteSizes:
         flops: FLOPs of its matmuls.
         bytes_sent: bytes that a rank sends in each leg.
         itemsize: bytes of an element of the matmuls' left operand.
-        legs: number of exchanges: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
-        tiles: number of output tiles of 128 x 256 elements. All matmuls of the site count together. If they run one
-            after the other (``SiteNodes.is_sum``), only the largest counts.
-        gathers: whether the collective is an all-gather.
+        legs: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
+        tiles: number of output tiles of 128 x 256 elements: of all matmuls, or of the largest if they run one after
+            another.
+        gathers, exchanges: whether the collective is an all-gather, or an all-to-all.
         replays: whether the call's launches are replayed as one (``runtime.replay``).
-        weights: bytes of experts' weights that a grouped matmul reads, however few rows it multiplies; 0 for other
+        weights: bytes of experts' weights that a grouped matmul reads; else 0.
+        handed_out: bytes of the gathered tensor that an op copies out of its workspace for other nodes than the
             matmuls.
-        handed_out: bytes of the gathered tensor if nodes other than the site's matmuls read it, else 0. For these nodes
-            an op copies the tensor out of its workspace.
-        exchanges: whether the collective is an all-to-all.
-        received: bytes that other ranks send to this one, if the collective is an all-to-all after the matmuls; else 0.
-            An op copies them out of its workspace.
-        contracted: bytes that other ranks send to this one, if the collective is an all-to-all before matmuls that
-            contract the exchanged dim; else 0.
-        memory: bytes that lookups in tables read and write. Lookups are limited by memory bandwidth, not by the rate of
-            multiplications.
-        lookups: number of lookups in tables. The program launches separate kernels for each lookup.
-        skipped: FLOPs, a part of ``flops``, that only a schedule's pieces compute. The causal attention of the program
-            as written skips the keys that its mask excludes.
+        received: bytes that a rank receives in an all-to-all after the matmuls; else 0. An op copies them out of its
+            workspace.
+        contracted: bytes that a rank receives in an all-to-all before matmuls that contract the exchanged dim; else 0.
+        memory: bytes that lookups in tables read and write.
+        lookups: number of lookups in tables.
+        skipped: the part of ``flops`` that the program does not compute: causal attention skips masked keys.
     """
 
     flops: float

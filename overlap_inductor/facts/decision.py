@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Decision`` holds what was decided for a site: ``PlanPiece`` objects and ``Reason`` objects. Plain data, no FX, no
-kernels."""
+"""``Decision`` holds what was decided for a site: ``PlanPiece`` objects and ``Reason`` objects."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a site or a collective is not overlapped, or a stretch not rewritten. ``code`` stays the same between
-    versions; ``text`` is a sentence with the values."""
+    """Why a site or a collective is not overlapped, or a stretch not rewritten. ``code`` is stable between versions."""
 
     code: str
     text: str
@@ -25,15 +23,14 @@ class PlanPiece:
 
     Attributes:
         schedule: name of the schedule, or ``keep``.
-        transport: name of the transport; ``None`` for ``keep``. Several names joined by "or" if the op chooses one of
-            them at each call.
-        tokens: first and last token count that the piece serves, counted in rows of the rank's own matmul. If the last
-            count is ``None``, there is no upper bound.
+        transport: name of the transport; ``None`` for ``keep``. Names joined by "or" if the op chooses at each call.
+        tokens: first and last token count that the piece serves, in rows of the rank's own matmul. ``None``: no upper
+            bound.
         parameters: parameters of the schedule (``sub_chunks``, ``route``, ``unrolled``...).
-        estimate_us: estimated microseconds of every schedule that was compared, of ``keep``, and of the two parts of
-            ``keep``: ``matmul`` and ``collective``.
-        overlaps: whether the transfer runs at the same time as the matmul; else it runs after the matmul, in the
-            schedule's own kernel (``small_message``).
+        estimate_us: estimated microseconds of each schedule that was compared, of ``keep``, and of its parts ``matmul``
+            and ``collective``.
+        overlaps: whether the transfer runs at the same time as the matmul. Schedule ``small_message`` transfers after
+            it.
     """
 
     schedule: str
@@ -46,8 +43,7 @@ class PlanPiece:
 
 @dataclass
 class Decision:
-    """What happens to a site. ``status``: overlapped | kept | refused | failed; ``source``: analytic | forced.
-    (``profile`` and ``measured`` are reserved for the switch ``tune``.)"""
+    """What happens to a site. ``status``: overlapped | kept | refused | failed; ``source``: analytic | forced."""
 
     status: str
     source: str

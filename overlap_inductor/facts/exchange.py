@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ExchangePlan`` describes what a rank exchanges in one graph, as text that ranks can compare. Plain data.
-
-Ranks must agree on what moves between them: the order, the sizes and dtypes, the schedules and transports. The plan
-leaves out what only a rank's own computation needs. Examples are the contracted size, a bias, the epilogue of a fused
-kernel, the kind of matmul, and the rank's own padding.
-"""
+"""``ExchangePlan`` describes what a rank exchanges in one graph, as text that ranks can compare: the order, sizes and
+dtypes of what moves, the schedules and transports. What only a rank's own computation needs, such as a bias, is left
+out."""
 
 from __future__ import annotations
 
@@ -24,21 +21,17 @@ class ExchangePlan:
 
     Attributes:
         version: version of overlap_inductor.
-        mode: the switch (``off``, ``report``, ``on``, ``strict``). The digest holds only whether the mode is ``off``,
-            so ``on`` and ``strict`` agree.
-        steps: one line for each collective that all ranks of a group call, overlapped or kept, in the order in which
-            they are issued. If a site merges all-reduces, each of them has a line. Last comes one line for each rewrite
-            that divides tokens among the ranks. There is no line for sends, receives, ops of namespaces ``c10d`` and
-            ``c10d_functional``, and collectives of groups of one rank.
-        overlaps: whether a pass changed the graph. This is so if a line is an overlapped transfer, or if the graph was
-            rewritten to divide tokens among the ranks.
-        config: the switches. Not in the digest. If steps differ, ``difference`` also names the switches that differ,
-            because they are a likely cause.
-        groups: this rank's names of the process groups that the steps call g0, g1, ... A plan of one graph has one
-            tuple. A plan that ``joined`` made has one tuple for each of ``parts``. Not in the digest.
-        parts: the plans from which ``joined`` made this plan; empty for the plan of a single graph.
-        inputs: ``{name of the graph's input: digest}`` of the parameters and buffers that must be the same on all ranks
-            for this exchange to be right (``runtime.same_inputs``).
+        mode: the switch (``off``, ``report``, ``on``, ``strict``).
+        steps: one line for each collective that all ranks of a group call, in the order of their calls. Then one line
+            for each rewrite that divides tokens. Sends, receives, collectives of groups of one rank, and ops of
+            namespaces ``c10d`` and ``c10d_functional`` have no line.
+        overlaps: whether a line is an overlapped transfer, or a rewrite divides tokens.
+        config: the switches. Not in the digest.
+        groups: this rank's names of the groups g0, g1, ... of the steps: one tuple, or one for each of ``parts``. Not
+            in the digest.
+        parts: the plans from which ``joined`` made this plan; else empty.
+        inputs: ``{input: digest}`` of the parameters and buffers that must be the same on all ranks
+            (``runtime.same_inputs``).
     """
 
     version: str
@@ -60,8 +53,8 @@ class ExchangePlan:
 
     @cached_property
     def collectives(self) -> tuple[str, ...]:
-        """Group and kind of each step, sorted: ``("g0: all_gather", ...)``. A step about divided tokens gives
-        ``"g0: tokens"``."""
+        """Group and kind of each step, sorted: ``("g0: all_gather", ...)``. A step about divided tokens gives ``"g0:
+        tokens"``."""
         return tuple(sorted(" ".join(step.split(" ")[:2]).split("(")[0] for step in self.steps))
 
     def count_in(self, group: str) -> int:
@@ -72,8 +65,8 @@ class ExchangePlan:
         return sum(s.startswith(f"g{names.index(group)}:") for s in self.steps) if group in names else 0
 
     def alias(self, group: str) -> str:
-        """The number of ``group`` in the steps, as text: ``"0"`` for g0. A joined plan gives one number for each of its
-        parts, separated by commas, with ``-`` for a part that lacks the group."""
+        """The number of ``group`` in the steps, as text: ``"0"`` for g0. A joined plan gives one number for each part,
+        separated by commas, or ``-`` if the part lacks the group."""
         return ",".join(str(names.index(group)) if group in names else "-" for names in self.groups)
 
     def to_json(self) -> str:
@@ -91,7 +84,7 @@ class ExchangePlan:
 
     @classmethod
     def from_json(cls, text: str) -> ExchangePlan:
-        """The plan that ``to_json`` wrote, in this version or another one. Unknown fields are ignored."""
+        """The plan that ``to_json`` wrote, in any version. Unknown fields are ignored."""
         value = json.loads(text)
         version = str(value.get("overlap_inductor", "?"))
         steps, config = value.get("steps", ()), value.get("config", {})
@@ -108,8 +101,8 @@ class ExchangePlan:
 
     @classmethod
     def joined(cls, plans: list[ExchangePlan]) -> ExchangePlan:
-        """One plan for a graph and its subgraphs. Version, mode and config are those of the first plan. If there are
-        several plans, ``inputs`` is empty."""
+        """One plan for a graph and its subgraphs, with version, mode and config of the first plan. ``inputs`` of
+        several plans are dropped."""
         if len(plans) == 1:
             return plans[0]
         first = plans[0]
@@ -120,8 +113,7 @@ class ExchangePlan:
 
 
 def difference(mine: ExchangePlan, others: Mapping[int, ExchangePlan]) -> str:
-    """How the plans of ``others`` (by global rank) differ from ``mine``, as text; ``""`` if none differs. Ranks with
-    the same plan are named together."""
+    """How the plans of ``others`` (by global rank) differ from ``mine``, as text; ``""`` if none differs."""
     alike: dict[str, list[int]] = {}
     for rank, plan in sorted(others.items()):
         if plan.digest != mine.digest:

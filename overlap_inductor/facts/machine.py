@@ -2,8 +2,7 @@
 """``Machine`` holds the rates and fixed costs of a device type, from which the time of a schedule is estimated.
 
 The values ship with the package, or the user states them (``facts.machine_file``); nothing is measured at run time.
-Which shipped values are used depends only on facts that all ranks of a group share. So every rank plans with the same
-values, provided that the user states the same values on all ranks.
+Which shipped values are used depends only on facts that all ranks share.
 """
 
 from __future__ import annotations
@@ -21,19 +20,16 @@ class Machine:
         link_bytes: B/s in each direction between two ranks.
         step_seconds: fixed cost of one hop of a ring.
         collective_seconds: fixed cost of a collective.
-        overlapped_efficiency: FLOP/s of the matmuls of single chunks while transfers run, as a fraction of the FLOP/s
-            of the whole matmul when it runs alone.
+        overlapped_efficiency: rate of the matmuls of chunks while transfers run, divided by the rate of the whole
+            matmul alone.
         least_tiles: the fewest output tiles (128 x 256 elements each) for which it pays to cut the matmul inside one
-            op. ``chunked`` may pay with fewer tiles if its launches are replayed.
-        memory_bytes: B/s of a kernel that is limited by memory; bytes read and bytes written are added up. A kernel
-            that sums partial results reached 2.72e12 on one H100. Lookups in tables are estimated with this rate, too.
-        lookup_seconds: fixed cost of one lookup in a table as the program writes it. On an H100, 64 calls of
-            ``embedding_bag`` took 680 us. Each call had 4096 bags of one index, and a table of 64 columns. The reads
-            and writes alone would take 50 us.
+            op. If its launches are replayed, ``chunked`` may pay with fewer.
+        memory_bytes: B/s that a memory-bound kernel or a lookup reads and writes. One H100 reached 2.72e12.
+        lookup_seconds: fixed cost of one lookup in a table. On an H100, 64 calls of ``embedding_bag`` took 680 us.
+            Their reads and writes alone would take 50 us.
         launch_seconds: host time to launch a matmul and the fused kernel beside it.
-        call_seconds: host time of a collective and of its wait, as the program writes them. (Two layers of Llama on 4
-            H200s have 18 matmuls and attentions, and 5 collectives. They took 1.6 and 2.7 ms of host time on two hosts,
-            and 1.1 and 1.9 ms without the collectives.) 0 on a CPU, where the host is the device.
+        call_seconds: host time of a collective and its wait; 0 on a CPU. On two hosts, two layers of Llama took 1.6 and
+            2.7 ms with 5 collectives, and 1.1 and 1.9 ms without.
     """
 
     name: str
@@ -51,9 +47,8 @@ class Machine:
 
 WITHOUT_PEERS = "cuda without peer access"
 
-# One H200 reaches 780 TFLOP/s of dense bf16 in large matmuls, and NCCL's send and receive about 300 GB/s each way on
-# NVLink. NCCL's kernels take SMs and memory bandwidth from the matmuls that run at the same time. So on 4 H200s, the
-# ring's ``overlapped_efficiency`` is 0.75 (bench/results/ring_nccl.jsonl).
+# One H200 reaches 780 TFLOP/s of dense bf16, and NCCL about 300 GB/s each way on NVLink. NCCL takes SMs and memory
+# bandwidth from the matmuls: the ring reached 0.75 of their rate on 4 H200s (bench/results/ring_nccl.jsonl).
 _CUDA = Machine(
     name="cuda",
     matmul_flops={8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15},
@@ -66,28 +61,25 @@ _CUDA = Machine(
     call_seconds=1.3e-4,
 )
 _MACHINES = {
-    # ``memory_bytes``: one core ran embedding_bag on tables of 10000 x 64. It read 8.5e9 B/s with 8 rows for each bag,
-    # and 4.2e10 B/s with 64 rows.
+    # ``memory_bytes``: one core read 8.5e9 B/s in embedding_bag with 8 rows for each bag, and 4.2e10 with 64 rows.
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93, memory_bytes=2e10),
     "cuda": _CUDA,
-    # GPUs of one machine that cannot access each other's memory. With NCCL_P2P_DISABLE=1, two H200s moved 25 to 29 GB/s
-    # through the host's memory at 4096 to 16384 tokens. Wave groups ran 1.34 to 1.54 times as fast as the plain graph,
-    # and the ring 0.82 to 0.98 times as fast (bench/results/operators_without_peers.jsonl).
+    # GPUs that cannot access each other's memory: two H200s with NCCL_P2P_DISABLE=1 moved 25 to 29 GB/s through the
+    # host. Wave groups ran 1.34 to 1.54 times as fast as the plain graph, and the ring 0.82 to 0.98 times as fast
+    # (bench/results/operators_without_peers.jsonl).
     WITHOUT_PEERS: replace(_CUDA, name=WITHOUT_PEERS, link_bytes=2.8e10, overlapped_efficiency=0.3),
 }
 
 
 @dataclass(frozen=True)
 class Box:
-    """A machine of several GPUs for which ``overlap-inductor explain --machine`` can plan. ``BOXES`` holds
-    the machines on which the constants of the schedules' cost models were measured.
+    """A machine of several GPUs for which ``overlap-inductor explain --machine`` can plan.
 
     Attributes:
         name: the value of ``--machine``.
         title: the machine in words.
         gpus: number of its GPUs; each reaches the memory of all others.
         capability: compute capability of its GPUs.
-        machine: rates and fixed costs of one GPU and its links.
     """
 
     name: str
@@ -102,5 +94,5 @@ BOXES = {"h200": Box("h200", "8 x NVIDIA H200, each linked to all others by NVLi
 
 def machine_for(device_type: str) -> Machine:
     """The shipped ``Machine`` for ``device_type``: a torch device type, or ``WITHOUT_PEERS``. An unknown accelerator
-    gets the ``Machine`` of the CPU; then only large sites are overlapped."""
+    gets the CPU's, so only large sites are overlapped."""
     return _MACHINES.get(device_type, _MACHINES["cpu"])

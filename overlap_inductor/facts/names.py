@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SCHEDULES``, ``TRANSPORTS`` and ``PATTERNS`` hold the names that switches accept, besides ``auto`` and ``keep``.
 
-The configuration checks switches against these names. It cannot import a registry, because registries import the
-configuration. So each registry adds the names of its entries here, and the configuration reads them here. This module
-imports nothing of the package until ``Names.known`` is called.
+The configuration checks switches against these names. It cannot import the registries, because they import it. So each
+registry adds its names here.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from importlib import import_module
 
 
 class Names:
-    """The names of one kind of thing, in the order in which they were added.
+    """The names of one kind of thing, in the order of their addition.
 
     Args:
         kind: what is named, in the words of an error text: ``"schedule"``.
@@ -24,11 +23,8 @@ class Names:
         self._names: list[str] = []
 
     def add(self, *names: str) -> None:
-        """Add ``names``.
-
-        Raises:
-            ValueError: a name is taken or reserved (``auto``, ``keep``), or it is not an identifier.
-        """
+        """Add ``names``. Raises ``ValueError`` if a name is taken, reserved (``auto``, ``keep``) or not an
+        identifier."""
         for name in names:
             if not name.isidentifier() or name in ("auto", "keep") or name in self._names:
                 raise ValueError(
@@ -42,7 +38,7 @@ class Names:
         self._names.remove(name)
 
     def known(self) -> tuple[str, ...]:
-        """All names. Imports the registry, so the answer does not depend on what the process has imported so far."""
+        """All names. Imports the registry, which adds the package's own."""
         import_module(self._registry)
         return tuple(self._names)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SiteFacts`` describes a site in values that can be written as JSON. It holds no FX nodes.
+"""``SiteFacts`` describes a site in values that can be written as JSON.
 
 Sizes are those of the rank's own matmul: an ``int``, or the text of an expression in the graph's symbols (``"2*s0"``).
 """
@@ -18,22 +18,22 @@ class Collective:
     """A collective of the graph.
 
     Attributes:
-        kind: all_gather, reduce_scatter, all_reduce or all_to_all; ``fused`` for an op of Inductor's async TP. For any
-            other collective it is the operator's name without a final ``_``. If the collective is functional, a final
-            ``_coalesced`` or ``_out`` is left out, too.
+        kind: all_gather, reduce_scatter, all_reduce or all_to_all; ``fused`` for an op of Inductor's async TP; else
+            made from the operator's name.
         ranks: global ranks of the group; empty if this process does not know the group.
-        dtype: dtype of the result, without ``torch.``; empty if the op returns several tensors.
-        mesh_dim: the group's description; ``None`` if the group has none. If a ``DeviceMesh`` made the group, this is
-            the name of the mesh dim.
-        dim: All-gather before the matmuls: the gathered dim, counted in the tensor before it is flattened for the
-            matmul. Reduce-scatter or all-to-all after the matmuls: the dim of the first matmul's result that is
-            scattered. All-to-all before the matmuls: the dim of the all-to-all's result that holds the ranks.
-            All-to-all beside lookups: 0. Else ``None``.
-        role: role (M, N, K or B) of the cut dim in the first matmul, or ``None``. An all-gather after the matmul has a
-            role and no ``dim``.
-        reduce_op: ``sum``, ``avg``, ...; ``None`` if the collective does not reduce.
-        bytes: bytes of the full tensor (after a gather, before a scatter), an int or an expression. For ``fused``, the
-            bytes of the op's result, or of its first result if the op returns several tensors.
+        dtype: dtype of the result, without ``torch.``; empty if there are several results.
+        mesh_dim: the group's description (the name of its ``DeviceMesh`` dim), or ``None``.
+        dim: the dim that is gathered or scattered, else ``None``:
+
+            - All-gather before the matmuls: the gathered dim of the tensor before it is flattened for the matmul.
+            - Reduce-scatter or all-to-all after the matmuls: the scattered dim of the first matmul's result.
+            - All-to-all before the matmuls: the dim of its result that holds the ranks.
+            - All-to-all beside lookups: 0.
+
+        role: role (M, N, K or B) of the cut dim in the first matmul, or ``None``.
+        reduce_op: ``sum``, ``avg``, ... or ``None``.
+        bytes: bytes of the full tensor (after a gather, before a scatter). For ``fused``, bytes of the op's first
+            result.
     """
 
     kind: str
@@ -55,9 +55,11 @@ class Collective:
 class Matmul:
     """One matmul of a site.
 
-    ``kind``: mm | addmm | bmm | baddbmm | scaled_mm | int_mm | grouped_mm. ``m``, ``n``, ``k``, ``batch``: sizes in
-    elements; the batch of a grouped_mm is its number of experts. ``dtype``: dtype of the left operand. ``role``: role
-    of the sharded dim in this matmul (M, N, K or B).
+    Attributes:
+        kind: mm | addmm | bmm | baddbmm | scaled_mm | int_mm | grouped_mm.
+        m, n, k, batch: sizes in elements. The batch of a grouped_mm is its number of experts.
+        dtype: dtype of the left operand.
+        role: role of the sharded dim (M, N, K or B).
     """
 
     kind: str
@@ -71,9 +73,13 @@ class Matmul:
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """A matmul-collective site. ``id`` is the same on every rank and in every run. ``module`` is the path of the user's
-    module, or the first matmul's node name if the path is unknown. ``derived_from`` is the id of the stretch whose
-    rewrite made the collective, or ``None``."""
+    """A matmul-collective site.
+
+    Attributes:
+        id: equal on every rank and in every run.
+        module: the path of the user's module; the first matmul's node name if the path is unknown.
+        derived_from: the id of the stretch whose rewrite made the collective, or ``None``.
+    """
 
     id: str
     pattern: str
@@ -83,7 +89,7 @@ class SiteFacts:
     derived_from: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The part of ``sites.json`` that describes the site (the decision is added by the report)."""
+        """The part of ``sites.json`` that describes the site."""
         collective = asdict(self.collective)
         collective["ranks"] = list(self.collective.ranks)
         return {

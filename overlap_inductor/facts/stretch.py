@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``StretchFacts`` describes a stretch, and what the sequence-parallel rewrite did to it.
-
-A stretch has all-reduces and the token-wise work after them. The rewrite turns the all-reduces into reduce-scatters,
-runs the work on each rank's rows, and writes gathers in front of ops that need all rows. Plain data.
-"""
+"""``StretchFacts`` describes a stretch, and what the sequence-parallel rewrite did to it."""
 
 from __future__ import annotations
 
@@ -18,9 +14,8 @@ from overlap_inductor.facts.site import Size
 DIVIDED = "overlap_inductor_divided"
 """Metadata of a graph's output: ``(group, program)`` of each rewritten stretch that has a collective in the graph."""
 META = "overlap_inductor_stretch"
-"""Metadata of a collective's node: the ``to_dict`` of the stretch that it belongs to. The partitioner copies this
-metadata from the joint graph into the forward and the backward graph. There the overlap pass reads it for its
-report."""
+"""Metadata of a collective: ``to_dict()`` of its stretch. The partitioner copies it into the forward and backward
+graphs, where the overlap pass reads it."""
 
 
 @dataclass(frozen=True)
@@ -28,31 +23,27 @@ class StretchFacts:
     """A stretch of one joint graph or inference graph, the same on every rank.
 
     Attributes:
-        id: the same on every rank and in every run. If the stretch is rewritten, a site at one of the stretch's
-            collectives names the stretch as ``derived_from``.
+        id: equal on every rank and in every run.
         module: path of the module of the first all-reduce.
         ranks: global ranks of the group.
         tokens: number of tokens that are divided among the ranks, an int or an expression.
         features: size of the last dim of the first all-reduce.
         dtype: dtype of the first all-reduce, without ``torch.``.
         all_reduces: number of all-reduces as written.
-        scatters, gathers, sums: how many collectives of each kind the rewrite makes. ``scatters`` are reduce-scatters.
-            The rewrite writes some of them as an all-to-all and a sum. ``gathers`` are all-gathers of rows. ``sums``
-            are collectives that combine the ranks' parts of a sum, maximum or minimum over tokens.
-        gathered_again: number of the forward's all-gathers that the backward repeats. The forward saves a rank's own
-            rows for the backward, not the gathered tensors.
+        scatters: number of reduce-scatters that the rewrite makes, some as an all-to-all and a sum.
+        gathers: number of all-gathers of rows that the rewrite makes.
+        sums: number of collectives that combine the ranks' parts of a sum, maximum or minimum over tokens.
+        gathered_again: number of the forward's all-gathers that the backward repeats.
         nodes: number of nodes that run on rows.
         status: ``rewritten`` | ``kept`` | ``refused``.
         source: ``analytic`` | ``forced``.
-        estimate_us: estimated microseconds as written (``keep``) and as ``rewritten``. Each is the sum of the matmuls
-            beside the collectives, the exposed parts of the collectives, and the token-wise work. Empty if the times
-            were not estimated.
+        estimate_us: estimated microseconds as written (``keep``) and as ``rewritten``, or empty: matmuls, exposed
+            collectives and token-wise work.
         reasons: why the stretch is not rewritten.
-        program: the first 16 hex digits of a hash of the nodes that run on rows or reduce over tokens, and of the nodes
-            that compute their inputs. The hash covers each node's operator and the numbers among its arguments, such as
-            an epsilon. Ranks compare the hash, because these numbers may differ between ranks.
-        gathered_for: for each op that needs all rows, how often a node of this op reads a tensor that is held as rows:
-            ``{"aten.mm.default": 5}``. Several such reads may share one gather.
+        program: the first 16 hex digits of a hash of the stretch's operators, and of numbers among their arguments,
+            such as an epsilon. Ranks compare it.
+        gathered_for: for each op that needs all rows, how often it reads a tensor held as rows: ``{"aten.mm.default":
+            5}``.
     """
 
     id: str

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ComparedCall``: the callable of a compiled graph. It first compares plans with the other ranks
-(``runtime.agreement``).
+"""``ComparedCall``: the callable of a compiled graph, which first compares plans with the other ranks.
 
-``ComparedCall`` takes the place of ``CompiledFxGraph.current_callable``. It calls the earlier callable, which may
-record CUDA graphs, only after the comparison. So during the comparison, the graph has read, written and captured
-nothing. If the ranks differ, ``ComparedCall`` calls the graph compiled without overlap (``plain_program``). This plain
-graph is compiled when it is first needed::
+It takes the place of ``CompiledFxGraph.current_callable``::
 
     graph(inputs)   ->   all ranks exchange the same?   yes: overlapped(inputs), after making the workspace once
                                                         no:  plain(inputs), compiled now if it is not there yet
+
+``overlapped`` is the earlier callable, which may record CUDA graphs. Before the comparison ends, it has read, written
+and captured nothing. ``plain`` is the graph compiled without overlap (``plain_program``).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ log = logging.getLogger("overlap_inductor")
 
 @dataclass
 class PlainProgram:
-    """All that is needed to compile a graph without overlap.
+    """What is needed to compile a graph without overlap.
 
     Attributes:
         data, large, keywords, settings: arguments of ``plain_program.compile_plain``.
@@ -56,21 +55,20 @@ class PlainProgram:
     output_strides: Sequence[Any] | None
 
     def compile(self) -> Callable[[list[Any]], Any]:
-        """Compile the graph without overlap. Returns a boxed callable, like Inductor's own callables."""
+        """Compile the graph without overlap. Returns a boxed callable."""
         compiled, examples = plain_program.compile_plain(self.data, self.large, self.keywords, self.settings)
         return plain_program.guarded(plain_program.restrided(compiled, examples, self.output_strides), examples)
 
 
 class ComparedCall:
-    """Calls ``overlapped`` if the plans of all ranks agree on what is exchanged, else the plain program.
+    """Calls ``overlapped`` if all ranks exchange the same, else the plain program.
 
     Args:
-        overlapped: the compiled graph's own callable. For a graph without overlap this is the plain program.
+        overlapped: the compiled graph's own callable. Without overlap, this is the plain program.
         reports: the reports of the graph and its subgraphs, with what they exchange.
-        plain: compiles the plain program. ``None`` if the graph has no overlap, if it has no plain program, or if its
-            plain program cannot be restored.
-        on_accelerator: whether the graph runs on a device other than the CPU. If so, ranks that share no memory page
-            (``runtime.call_page``) compare each of its plans only at the plan's first run.
+        plain: compiles the plain program. ``None`` if there is none, or if it cannot be restored.
+        on_accelerator: whether the graph runs on another device than the CPU. If so, ranks that share no memory page
+            (``runtime.call_page``) compare a plan only at its first run.
         dump: the dump folder, or ``None``.
     """
 
@@ -90,24 +88,22 @@ class ComparedCall:
         self.groups: list[dist.ProcessGroup] | None = None
         same = [entry for r in reports for entry in r.same_inputs]
         self.in_plan = [(i, name) for i, name, _, lasting in same if lasting and len(self.names) == 1]
-        """Parameters and buffers whose digests are part of the plan: index among the inputs, and name. Empty if the
-        graph has several groups: all groups compare the plan, but a parameter may be the same on the ranks of one
-        group only."""
+        """``(index among the inputs, name)`` of parameters and buffers whose digests are part of the plan. Empty if the
+        graph has several groups: all compare the plan, but a parameter may be the same in one only."""
         self.apart_from_plan = [(i, name, group) for i, name, group, _ in same if (i, name) not in self.in_plan]
         """The other inputs that must be the same on all ranks of a group."""
         self.parameters: dict[str, list[int]] = {}
-        """The parameters and buffers among ``apart_from_plan``: for each group, their indices among the inputs."""
+        """Indices of the parameters and buffers among ``apart_from_plan``, by group."""
         for index, name, group, lasting in same:
             if lasting and (index, name) not in self.in_plan:
                 self.parameters.setdefault(group, []).append(index)
         self.by_inputs: ByStorage[agreement.Comparison] = ByStorage()
-        """The comparison for each set of ``in_plan`` inputs that the graph was called with."""
         self.by_digest: dict[str, agreement.Comparison] = {}
-        """The same comparisons by their plan's digest. Sets of inputs with the same values share one comparison."""
+        """The comparisons by their plan's digest. Inputs with equal values share a comparison."""
         self.overlaps = any(p.overlaps for p in self.plans)
         self.ready = not self.overlaps
-        """True if ``overlapped`` may run as soon as all ranks agree: the graph has no overlap, or ``_prepare`` has
-        succeeded for ``groups``."""
+        """Whether ``overlapped`` may run as soon as all ranks agree: without overlap, or after ``_prepare`` for
+        ``groups``."""
         self.plain: Callable[[list[Any]], Any] | None = None
         self._boxed_call = True
 
@@ -122,15 +118,11 @@ class ComparedCall:
         return result
 
     def _decide(self, comparison: agreement.Comparison, new: bool, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """Compare this call with the other ranks. Returns what this rank runs.
-
-        Args:
-            new: whether a parameter or buffer has not been compared yet.
-        """
+        """Compare this call with the other ranks. Returns what this rank runs. ``new``: a parameter or buffer has not
+        been compared yet."""
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
-            # A graph whose sites need no workspace (rings) runs with overlap on a fake group, too: the group's sends
-            # and receives move nothing.
+            # On a fake group, sends and receives move nothing, so rings (no workspace) can overlap.
             comparison.withdrawn = True
             outcome = agreement.Outcome(
                 False,
@@ -140,9 +132,8 @@ class ComparedCall:
         if outcome.overlapped and (outcome.fresh or new or not self.ready):
             failure = "" if self.ready else self._prepare(inputs)
             failure = failure or (self._inputs_differ(inputs) if outcome.fresh or new else "")
-            # If this rank alone has compiled an agreed plan again, the other ranks do not call ``also``, so this rank
-            # must not call it either. ``_prepare`` does not need the other ranks in this case: the workspace already
-            # holds the plan's part.
+            # If only this rank has compiled an agreed plan again, no other rank calls ``also``, so this rank must not.
+            # ``_prepare`` then needs no other rank, because the workspace already holds the plan's part.
             outcome = comparison.also(failure) if outcome.fresh or new or failure else outcome
             self.ready = self.ready or outcome.overlapped
             for group, indices in self.parameters.items() if outcome.overlapped else ():
@@ -154,8 +145,8 @@ class ComparedCall:
         return self._plain()
 
     def _comparison(self, inputs: Sequence[Any]) -> agreement.Comparison:
-        """The comparison for these inputs, and for the groups that now have the graph's group names. If a group was
-        destroyed and another one has its name, all comparisons are made again."""
+        """The comparison for these inputs and for the groups that now have the graph's group names. If a name has a new
+        group, make all comparisons again."""
         groups = [resolve_group(name) for name in self.names]
         if self.groups is None or any(a is not b for a, b in zip(groups, self.groups, strict=True)):
             self.groups, self.ready = groups, not self.overlaps
@@ -173,15 +164,15 @@ class ComparedCall:
         return comparison
 
     def _new_parameters(self, inputs: Sequence[Any]) -> bool:
-        """Whether a parameter or buffer among ``apart_from_plan`` has not been compared in this process yet."""
+        """Whether ``apart_from_plan`` has a parameter or buffer that this process has not compared yet."""
         return not all(
             same_inputs.were_compared(group, [inputs[index] for index in indices])
             for group, indices in self.parameters.items()
         )
 
     def _prepare(self, inputs: Sequence[Any]) -> str:
-        """Make the workspace that the graph's sites need: memory that this rank shares with its peers. All ranks of a
-        group call this together. Returns ``""``, or why it failed. The text is the same on all ranks of the group."""
+        """Make the symmetric memory of the graph's sites. All ranks of a group call this together. Returns ``""``, or
+        why it failed (the same text on all ranks of the group)."""
         for group in self.groups or ():
             for plan in self.plans:
                 agreement.accept(group, plan)
@@ -197,8 +188,8 @@ class ComparedCall:
         return ""
 
     def _inputs_differ(self, inputs: Sequence[Any]) -> str:
-        """Which of the inputs ``apart_from_plan`` differ between the ranks of their group; ``""`` if none does. The
-        text is the same on all ranks of the group."""
+        """Which of the inputs ``apart_from_plan`` differ in their group, or ``""``. The same text on all ranks of the
+        group."""
         same: dict[str, dict[str, torch.Tensor]] = {}
         for index, name, group in self.apart_from_plan:
             same.setdefault(group, {})[name] = inputs[index]

@@ -10,22 +10,20 @@ import torch
 
 
 def option_names() -> list[str]:
-    """The names of Inductor's options."""
     from torch._inductor import config
 
     return list(config._config)
 
 
 def mode_names() -> list[str]:
-    """The names of Inductor's modes, which ``torch.compile(mode=...)`` takes."""
     import torch._inductor
 
     return list(torch._inductor.list_mode_options())
 
 
 def is_option(name: str) -> bool:
-    """Whether Inductor has an option of this name. Dashes count as underscores. From torch 2.15 on, a device
-    backend may have options of its own. These count, too."""
+    """Whether Inductor has an option of this name, or (from torch 2.15 on) a device backend has one. Dashes count as
+    underscores."""
     name = name.replace("-", "_")
     if name in option_names():
         return True
@@ -39,8 +37,8 @@ def is_option(name: str) -> bool:
 
 
 def option_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Inductor's settings for ``mode``, with ``options`` on top. (``torch.compile`` takes only one of the two.) Raises
-    what ``torch.compile`` raises for an unknown mode or option."""
+    """Inductor's settings for ``mode``, with ``options`` on top. Raises what ``torch.compile`` raises for unknown
+    ones."""
     return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)
 
 
@@ -52,15 +50,12 @@ def compile_graph(
     name: str | None = None,
     inner_compile: Any = None,
 ) -> Any:
-    """Call Inductor's ``compile_fx`` under a patched configuration.
+    """Call Inductor's ``compile_fx`` under a patched configuration. Returns the compiled callable.
 
     Args:
         patches: settings of ``torch._inductor.config``.
         name: ``torch.compile``'s name of the region; ``None`` if torch gave the backend no name.
         inner_compile: replaces ``compile_fx_inner``.
-
-    Returns:
-        the compiled callable.
     """
     from torch._inductor import compile_fx
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CompileScope`` holds the facts about the graph that Inductor is compiling on this thread.
+"""``CompileScope``: facts about the graph that Inductor is compiling on this thread.
 
 Importing this module does not import torch.
 """
@@ -25,15 +25,13 @@ class CompileScope:
     """One call of Inductor's compiler for one graph.
 
     Attributes:
-        graph_id, is_backward, is_inference, cpp_wrapper: arguments of the same names of Inductor's
-            ``compile_fx_inner``.
-        pinned: whether the graph must use ``config`` instead of the configuration that is switched on now. A backward
-            is pinned to the configuration of its forward.
-        config: the configuration of a pinned scope. If overlap is off: ``None``, or a configuration of mode ``off``.
-        without_us: whether the compiled graph, new or loaded from a cache, was compiled without the pass.
+        graph_id, is_backward, is_inference, cpp_wrapper: arguments of ``compile_fx_inner``.
+        pinned: whether the graph must use ``config``, not what is switched on now. A backward is pinned to its
+            forward's configuration.
+        config: the configuration of a pinned scope. If overlap is off: ``None``, or mode ``off``.
+        without_us: whether the graph was compiled without the pass, now or before it was cached.
         refusal: why nothing may be overlapped in the graph, or ``None``.
-        reports: reports of the pass that are not yet stored with a compiled graph. The report of a subgraph comes
-            before the report of the graph that holds it.
+        reports: reports that are not yet stored with a compiled graph. A graph's report follows those of its subgraphs.
         seen: FX graphs that the pass has visited, by ``id``. The dictionary keeps them alive, so no ``id`` is reused.
     """
 
@@ -50,7 +48,6 @@ class CompileScope:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> CompileScope:
-        """The scope of a compile with these keyword arguments of Inductor's ``compile_fx_inner``."""
         return cls(
             graph_id=keywords.get("graph_id"),
             is_backward=bool(keywords.get("is_backward")),
@@ -60,7 +57,6 @@ class CompileScope:
 
     @property
     def phase(self) -> str:
-        """``forward``, ``backward`` or ``inference``."""
         if self.is_backward:
             return "backward"
         return "inference" if self.is_inference else "forward"
@@ -75,12 +71,12 @@ _as_written: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def keep_as_written(gm: Any, written: Any) -> None:
-    """Remember ``written``, the inference graph ``gm`` as it was before a pass on the joint graph rewrote it."""
+    """Remember ``written``: ``gm``, an inference graph, before a pass on the joint graph rewrote it."""
     _as_written[gm] = written
 
 
 def as_written(gm: Any) -> Any:
-    """The graph that ``keep_as_written`` remembered for ``gm``. ``None`` if there is none."""
+    """What ``keep_as_written`` remembered for ``gm``, or ``None``."""
     return _as_written.get(gm)
 
 
@@ -93,8 +89,7 @@ _local = _Local()
 
 
 def current() -> CompileScope | None:
-    """The scope of the compile in progress on this thread, or ``None`` if there is none. If compiles nest, the scope of
-    the innermost one."""
+    """The scope of the innermost compile in progress on this thread, or ``None``."""
     return _local.scope
 
 
@@ -110,8 +105,7 @@ def entered(scope: CompileScope) -> Iterator[CompileScope]:
 
 @contextmanager
 def plain(scope: CompileScope) -> Iterator[None]:
-    """Inside the ``with`` block, compiles on this thread use ``scope``, which must switch overlap off. Used to compile
-    plain programs: ranks run the plain program of a graph if their plans of the graph differ."""
+    """Inside the ``with`` block, this thread compiles plain programs. ``scope`` must switch overlap off."""
     outer, _local.plain = _local.plain, scope
     try:
         yield
@@ -120,13 +114,13 @@ def plain(scope: CompileScope) -> Iterator[None]:
 
 
 def forced() -> CompileScope | None:
-    """The scope of the ``plain`` block around the caller, or ``None`` if there is none."""
+    """The scope of the ``plain`` block around the caller, or ``None``."""
     return _local.plain
 
 
 def current_graph_name() -> str | None:
-    """Dynamo's compile id as a name, such as ``0_0``. It is the same on ranks that compile the same graphs in the same
-    order. ``None`` outside Dynamo."""
+    """Dynamo's compile id as a name, such as ``0_0``; ``None`` outside Dynamo. Ranks that compile the same graphs in
+    the same order get equal names."""
     from torch._guards import CompileContext
 
     compile_id = CompileContext.current_compile_id()
@@ -134,17 +128,14 @@ def current_graph_name() -> str | None:
 
 
 def current_phase() -> str | None:
-    """The phase of the graph that Inductor is compiling on this thread, or ``None`` if it is compiling none."""
+    """The phase of the graph that this thread compiles, or ``None``."""
     scope = current()
     return scope.phase if scope is not None else None
 
 
 def refusal_context() -> str | None:
-    """Why no site may be overlapped in the graph that Inductor is compiling, or ``None``.
-
-    The reason is one of these: AOTInductor's code runs in a process without our Python ops; ``cpp_wrapper`` generates
-    C++, which cannot call them; or the scope has a ``refusal``.
-    """
+    """Why no site may be overlapped in the graph being compiled, or ``None``. Code of AOTInductor and of
+    ``cpp_wrapper`` cannot call our Python ops. The scope may have another reason."""
     from torch._inductor import config
     from torch._inductor.virtualized import V
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of the pass: a hash of everything that can change what the pass makes of a graph, besides the graph
-itself.
+"""The identity of the pass: a hash of everything that can change its result, except the graph.
 
-The hash is part of the cache keys of Inductor and AOTAutograd. It covers all sources of the package, also those
-that do not affect the code of a compiled graph. It need not cover the dump folder: the reports are stored with the
-compiled graph, so a cache hit can write the dump to any folder.
+The hash is part of the cache keys of Inductor and AOTAutograd. It leaves out the dump folder. A cache hit can write the
+graph's stored reports to any folder.
 """
 
 from __future__ import annotations
@@ -43,17 +41,19 @@ def hash_sources(folder: Path) -> str:
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """``hash_sources`` of this package. Computed once, because the code that runs is the code that was imported."""
+    """``hash_sources`` of this package. Cached, because the code that runs is the code that was imported."""
     return hash_sources(Path(overlap_inductor.__file__).parent)
 
 
 def registered() -> list[tuple[str, str]]:
     """``(name, digest of the sources)`` of every registered schedule, pattern and transport.
 
-    For an entry of this package the digest is empty, because ``source_hash`` covers it. For an entry from outside, the
-    digest covers the modules that define its class and its ops. If such a module is in a package, the digest covers
-    every Python file below the module's folder, else the module's file alone. If a module has no file (a notebook), the
-    digest is new in each process, so that no cache returns code of another definition.
+    For an entry of this package, the digest is empty, because ``source_hash`` covers it. For another entry, it covers
+    the modules that define its class and its ops:
+
+    - module of a package: every Python file below the module's folder;
+    - other module: the module's file;
+    - module without a file (a notebook): a digest that is new in each process. So no cache returns old code.
     """
     entries: list[SiteSchedule | Pattern | Transport] = [*SCHEDULES, *PATTERNS, *transports()]
     found = []
@@ -69,8 +69,7 @@ def _module_hash(module: str) -> str:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or not Path(file).is_file():
         return _THIS_PROCESS
-    # The folder of a package belongs to the entry as a whole. The folder of a single module may also hold files of
-    # other programs.
+    # The folder of a single module may also hold files of other programs.
     folder = Path(file).parent
     return hash_sources(folder) if (folder / "__init__.py").exists() else _file_hash(Path(file))
 
@@ -83,13 +82,15 @@ _THIS_PROCESS = uuid.uuid4().hex
 
 
 def fingerprint(config: OverlapConfig | None) -> str:
-    """The pass's ``uuid`` under ``config``. It is the constant ``OFF`` if the pass does nothing.
+    """The pass's ``uuid`` under ``config``; ``OFF`` if the pass does nothing.
 
-    The hash covers the process groups, because an ``all_reduce`` names its group and not the group's size. With other
-    ranks in the group, the same graph text needs another plan. It covers which peers' memory the GPUs reach, because
-    fused kernels depend on this. If plans are made for another machine, it covers that machine. It covers whether all
-    streams share one hardware queue, because a site's launches are then not replayed as a CUDA graph. It covers the
-    schedules, patterns and transports that a program registered.
+    Some facts that the hash covers, and why:
+
+    - the process groups: an ``all_reduce`` names its group but not the group's size;
+    - which peers' memory the GPUs reach: fused kernels depend on it;
+    - the machine, if plans are made for another machine;
+    - whether all streams share one hardware queue: a site's launches are then not replayed as a CUDA graph;
+    - schedules, patterns and transports from outside the package.
     """
     if config is None or config.mode == "off":
         return OFF

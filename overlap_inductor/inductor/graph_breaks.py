@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists calls of ``torch.distributed`` at which Dynamo broke the graph, as notices of a report. No graph holds such a
-call, so no pass can find it.
+"""Lists calls of ``torch.distributed`` that broke the graph, as notices of a report. No graph holds such a call, so no
+pass can find it.
 
-Dynamo appends every break, with its reason and the stack of the user's program, to a list. It then compiles the graph
-that ends at the break, unless this graph is empty. Each break is reported once, by the first graph that is compiled
-after the break was appended.
+Dynamo appends every break to a list. The first graph that is compiled after a break reports the break, once.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ def new_notices() -> list[str]:
     for i, reason in enumerate(reasons):
         if not hasattr(reason, _TOLD):
             setattr(reason, _TOLD, True)
-            # A break inside a function also breaks the graph of the function's caller. The break appears again when the
-            # function is compiled by itself. It is reported only once.
+            # A break inside a function also breaks the graph of the function's caller. It appears again when the
+            # function is compiled by itself.
             known = any(_ends_with(before, reason) for before in reasons[:i])
             found += [_sentence(reason)] if not known and _users_line(reason) is not None and _calls(reason) else []
     return found
@@ -42,7 +40,7 @@ def _ends_with(reason: Any, other: Any) -> bool:
 
 
 def _calls(reason: Any) -> str | None:
-    """The name of the function of ``torch.distributed`` that was called, or ``None`` for any other break."""
+    """The name of the called function of ``torch.distributed``, or ``None`` for any other break."""
     inside = next((f.name for f in reason.user_stack if _is_distributed(f) and hasattr(dist, f.name)), None)
     named = re.search(r"<function (\w+) at |torch\.distributed\.(\w+)", reason.reason)
     name = inside or (named and (named[1] or named[2]))
@@ -62,8 +60,8 @@ def _sentence(reason: Any) -> str:
 
 
 def _users_line(reason: Any) -> FrameSummary | None:
-    """The innermost frame that is outside torch. ``None`` if the break has no such frame. After a break inside a torch
-    function, Dynamo compiles this function by itself. The break then appears again, without the user's frames."""
+    """The innermost frame outside torch, or ``None``. If a torch function breaks, Dynamo compiles it by itself, and the
+    break appears again without the user's frames."""
     return next(
         (
             f

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps functions of Inductor, mainly so that a graph's report is stored with the compiled graph.
+"""Wraps functions of Inductor, mainly to store a graph's report with the compiled graph.
 
-If a cache has the compiled graph, Inductor runs no pass. So the pass leaves its report in the compile scope, and the
-report is stored with the compiled graph::
+On a cache hit, Inductor runs no pass, so the report must come with the graph::
 
     pass -> scope.reports -> attribute of CompiledFxGraph -> pickled into the FX graph cache, the AOTAutograd cache and
                                                              torch.compiler.save_cache_artifacts()
@@ -73,9 +72,8 @@ _local = _Local()
 
 
 class _Attached(str):
-    """Reports of a graph that this process compiled, as JSON. An object of this class is pickled as a plain ``str``. So
-    if a compiled graph has a plain ``str``, the graph was loaded from a cache. ``known``: the reports were
-    activated."""
+    """Reports of a graph that this process compiled, as JSON. They are pickled as a plain ``str``. So a plain ``str``
+    marks a graph from a cache. ``known``: the reports were activated."""
 
     known = False
 
@@ -88,8 +86,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
 
     Args:
         expected: returns the configuration that is switched on, or ``None``.
-        shared_pass: the pass of that configuration. A backward needs it if Inductor's slot does not hold our pass when
-            the backward is compiled (``_follow_forward``).
+        shared_pass: for a backward that is compiled while the slot does not hold our pass (``_follow_forward``).
     """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor import compile_fx
@@ -123,8 +120,7 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
 
 
 def uninstall() -> None:
-    """Restore Inductor's functions. If other code has wrapped one of our wrappers, our wrapper stays, and only calls
-    the original function."""
+    """Restore Inductor's functions. A wrapper that other code has wrapped stays, and only calls the original."""
     global _expected, _shared_pass
     with _lock:
         for owner, name, original, replacement in _wrapped:
@@ -137,7 +133,6 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether Inductor's functions are wrapped."""
     return bool(_wrapped)
 
 
@@ -158,8 +153,7 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def config_in_effect() -> OverlapConfig | None:
-    """The configuration for the graph that is being compiled or loaded on this thread. If overlap is off: ``None``, or
-    a configuration of mode ``off``.
+    """The configuration for the graph that this thread compiles or loads. If overlap is off: ``None``, or mode ``off``.
 
     Raises:
         ConfigError: a switch in the environment has a value that is not allowed.
@@ -180,7 +174,7 @@ def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -
         if scope.is_backward and scope.graph_id in _forward_configs:
             _follow_forward(scope, stack)
         stack.enter_context(compile_scope.entered(scope))
-        # This reads the environment now, so that a bad value fails the compile even on a cache hit.
+        # A bad value in the environment must fail the compile even on a cache hit.
         config = config_in_effect()
         if config is not None and config.mode in ("on", "strict"):
             call_board.announce()
@@ -191,8 +185,7 @@ def _compile_fx_inner(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _stopped(scope: CompileScope, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Replaces the compile of ``gm``: run its post-grad passes, activate its reports, and return a function that
-    returns zeros."""
+    """Run only the post-grad passes of ``gm`` and activate its reports. Returns a function that returns zeros."""
     post_grad.run_post_grad_passes(gm, example_inputs, scope)
     if not scope.seen:
         _warn_overwritten()
@@ -207,9 +200,8 @@ def _stopped(scope: CompileScope, gm: torch.fx.GraphModule, example_inputs: Sequ
 
 
 def _follow_forward(scope: CompileScope, stack: ExitStack) -> None:
-    """Pin a backward to its forward's configuration. A backward is compiled at its first run. This run may be outside
-    the ``with overlap()`` of the forward. It may also be on another thread, where Inductor's configuration has its
-    defaults."""
+    """Pin a backward to its forward's configuration. The backward may be compiled outside the forward's ``with
+    overlap()``, or on another thread."""
     from overlap_inductor.inductor import pass_slot
 
     assert scope.graph_id is not None
@@ -228,7 +220,7 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     if groups and config is not None and config.mode in ("on", "strict"):
         try:
             plain = _plain_program(args[0], args[1])
-        # A graph may hold an object that cannot be pickled. Without a plain program, nothing is overlapped.
+        # The graph may hold an object that cannot be pickled. Then nothing is overlapped.
         except Exception as error:  # noqa: BLE001
             scope.refusal = (
                 "the graph cannot be kept for a run without overlap, which is needed if the ranks differ"
@@ -237,7 +229,7 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
     try:
         output = original(*args, **kwargs)
     except Exception:
-        # Activate the report even if the compile fails, because the report may explain the failure.
+        # The report may explain why the compile failed.
         _make_known(scope.take_reports(), from_cache=False, strict=False)
         raise
     if not scope.seen:
@@ -258,9 +250,8 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _plain_program(gm: Any, example_inputs: Any) -> plain_program.Captured | None:
-    """The plain program of ``gm``. ``None`` for a training graph that was rewritten before it was cut into forward
-    and backward. The rewrite has changed what the forward saves. So a forward as written could run only with a backward
-    as written."""
+    """The plain program of ``gm``. ``None`` if a pass on the joint graph has rewritten a training graph: this has
+    changed what the forward saves."""
     if not rewritten(gm.graph):
         return plain_program.capture(gm, example_inputs)
     written = compile_scope.as_written(gm)
@@ -308,7 +299,6 @@ def _post_compile(original: Callable[..., Any], graph: Any, *args: Any, **kwargs
 def _compare_calls(
     graph: Any, reports: list[OverlapReport], example_inputs: Any, constants: Any, graph_kwargs: Any
 ) -> None:
-    """Make each call of the graph begin with a comparison of plans with the other ranks."""
     if not any(r.groups for r in reports) or graph.current_callable is None:
         return
     from overlap_inductor.inductor.compared_call import ComparedCall
@@ -321,8 +311,7 @@ def _compare_calls(
         kept = plain_program.of_this_process(kept, gm, example_inputs)
     if kept is not None:
         large = plain_program.left_out(gm, kept.left_out)
-        # AOTAutograd's cache passes only some of the arguments with which a graph was compiled. The compiled graph
-        # holds the other arguments.
+        # The cache of AOTAutograd passes only some of the compile's arguments. The graph holds the others.
         keywords = plain_program.known_keywords({**graph.fx_kwargs, **graph_kwargs})
         plain = PlainProgram(kept.data, large, keywords, plain_program.inductor_settings(), graph.output_strides)
     on_accelerator = bool(set(graph.device_types) - {"cpu", "meta"})
@@ -332,8 +321,8 @@ def _compare_calls(
 
 
 def _switched_off(groups: list[str]) -> OverlapReport:
-    """The report of a graph that was compiled with overlap off. With this report, the graph's calls compare plans,
-    because other ranks may have overlap on."""
+    """The report of a graph that was compiled with overlap off. Its calls compare plans, because other ranks may have
+    overlap on."""
     plan = ExchangePlan(__version__, "off", groups=(tuple(groups),))
     return OverlapReport(
         __version__, torch.__version__, "off", "", "", 1, exchange=plan.to_json(), groups={name: [] for name in groups}
@@ -341,10 +330,10 @@ def _switched_off(groups: list[str]) -> OverlapReport:
 
 
 def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``FakeTensorUpdater.incremental_update``, which evaluates the shapes of nodes that a pass has added. The
-    nodes that our pass added already have values, so Inductor evaluates such a node only if one of its arguments has
-    changed. In a graph with an overlapped site, Inductor's evaluation adds no guards. Neither does our pass when it
-    evaluates a node."""
+    """Around ``FakeTensorUpdater.incremental_update``, which evaluates the shapes of nodes that a pass has added.
+
+    In a graph with an overlapped site, Inductor skips nodes whose values are up to date, and adds no guards.
+    """
     scope = compile_scope.current()
     if scope is None or not any(s.decision.status == "overlapped" for r in scope.reports for s in r.sites):
         return original(updater, *args, **kwargs)
@@ -359,8 +348,7 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
 def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs: Any) -> bool:
     """Around ``pad_mm.should_pad``: do not pad a matmul next to a collective (``padding``).
 
-    Inductor pads in the joint graph, before forward and backward are separated. Inductor's check runs first, because it
-    refuses most matmuls by their device and sizes. Our check may walk far in a deep graph.
+    Inductor's check runs first, because it is cheap and refuses most matmuls. Our check may walk far.
     """
     if not original(match, *args, **kwargs):
         return False
@@ -370,10 +358,11 @@ def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs:
 
 
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
-    """Around ``BaseSchedulerNode.has_aliasing_or_mutation``, which Inductor calls only before it fuses nodes. Inductor
-    does not fuse a node into a template if the node's output aliases another buffer. But this function lets Inductor
-    fuse a node that writes a piece directly into its place in a whole tensor. This is safe: readers of the whole tensor
-    wait for all pieces, and no other node writes to that place.
+    """Around ``BaseSchedulerNode.has_aliasing_or_mutation``, which Inductor calls only before it fuses nodes.
+
+    Inductor fuses no node into a template if the node's output aliases a buffer. This function allows it for a node
+    that writes a piece straight to its place in a whole tensor. The fusion is safe: readers of the whole tensor wait
+    for all pieces, and no other node writes to that place.
     """
     outputs = node.get_outputs()
     if (
@@ -386,8 +375,8 @@ def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
 
 
 def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around ``AOTAutogradCache.try_load``. AOTAutograd treats any exception of a load as a cache miss, so a
-    ``StrictError`` is raised only after the load has returned."""
+    """Around ``AOTAutogradCache.try_load``: raise a ``StrictError`` after the load. During the load, AOTAutograd would
+    take the error for a cache miss."""
     if (config := config_in_effect()) is not None and config.mode in ("on", "strict"):
         call_board.announce()
     outer, _local.deferred = _local.deferred, []
@@ -402,8 +391,8 @@ def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = True) -> None:
-    """Activate reports: log, count and dump them. If ``strict``, a ``StrictError`` is raised. (During a load from
-    AOTAutograd's cache, ``_try_load`` raises the error at the end.) Without ``strict``, the error is dropped."""
+    """Log, count and dump the reports. ``strict``: raise a ``StrictError`` (in ``_try_load``, if a load from
+    AOTAutograd's cache is running). Otherwise, drop it."""
     config = config_in_effect()
     for report in reports:
         report.graph = compile_scope.current_graph_name() or report.graph
@@ -419,7 +408,7 @@ def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = T
 
 
 def _warn_overwritten() -> None:
-    """Warn, once for each content of the slot, that overlap is on but the pass is no longer in Inductor's slot."""
+    """Warn, once for each content of the slot, that overlap is on but the slot does not hold the pass."""
     from overlap_inductor.inductor import pass_slot
 
     scope = compile_scope.current()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a callback right after a module is first imported, without importing it.
 
-Importing ``torch._inductor`` takes two seconds, and ``import torch`` must not become slower by that. But the pass has
-to be installed before the first compile reads Inductor's configuration. So a finder in ``sys.meta_path`` waits for the
-import of one module, and then removes itself.
+The pass must be installed before the first compile. But importing ``torch._inductor`` takes two seconds, too long for
+``import torch``. So a finder in ``sys.meta_path`` waits for the import of one module, and then removes itself.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _NEEDED = "overlap_inductor.inductor.pass_slot"
-"""The module that the callbacks use. ``_NEEDED`` may itself be the first to import the module for which a callback
-waits. Then the callback is postponed until the body of ``_NEEDED`` has run, because a callback cannot use ``_NEEDED``
-earlier."""
+"""The module that the callbacks use. If its body imports the awaited module, the callback waits until the body has
+run."""
 _postponed: list[_Waiting] = []
-"""The finders whose callbacks were postponed. ``resume`` will run them."""
+"""The finders whose callbacks wait for ``_NEEDED``. ``resume`` will run them."""
 
 
 class _Waiting(MetaPathFinder):
-    """A finder that loads module ``name`` as usual and runs ``callback`` after the module's body."""
+    """Loads module ``name`` as usual and then runs ``callback``."""
 
     cancelled = False
 
@@ -73,7 +71,7 @@ class _Waiting(MetaPathFinder):
 def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]:
     """Call ``callback`` when module ``name`` is imported: now if it already is, else right after its body has run.
 
-    Returns a function that cancels the callback if the callback has not run yet.
+    Returns a function that cancels a callback that has not run yet.
     """
     waiting = _Waiting(name, callback)
     if name in sys.modules:
@@ -85,14 +83,12 @@ def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]
 
 
 def cancel_all() -> None:
-    """Cancel every callback that waits for an import or is postponed."""
     for waiting in [f for f in (*sys.meta_path, *_postponed) if isinstance(f, _Waiting)]:
         waiting.cancel()
 
 
 def resume() -> None:
-    """Run the postponed callbacks, each once. The last line of module ``_NEEDED`` calls this function."""
+    """Run the postponed callbacks. Called by the last line of module ``_NEEDED``."""
     while _postponed:
-        # This does not call ``run``. The module's last line still belongs to its body, so ``run`` would postpone the
-        # callback again.
+        # ``run`` would postpone the callback again, because the body of ``_NEEDED`` still runs.
         _postponed.pop(0).callback()

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor lowerings of ops of the ring and of ``agree``. ``take`` and ``narrow`` become views. ``assemble`` becomes a
-buffer into which its pieces are written. ``after``, ``gather_step`` and ``exchange_wait`` add scheduling edges.
-``packed`` becomes a copy, and ``agree`` stays a call.
+"""Inductor lowerings of ops of the ring, and of ``agree``.
 
-This process's rank is a symbol in the generated code (``rank_symbol``), defined before a group's first transfer. The
-slice of rank ``r + shift`` is a ``ReinterpretView`` whose offset contains this symbol. Inductor's own matmuls and
-pointwise kernels read such a view in place. They also write the pieces of a result straight to their places in the
-result. (Inductor writes the inputs of ``aten.cat`` in the same way, but at constant offsets.) For example::
+====================================  =================================================
+``take``, ``narrow``                  a view
+``assemble``                          a buffer into which its pieces are written
+``after``                             a scheduling edge
+``gather_step``, ``exchange_wait``    a call with scheduling edges
+``packed``                            a copy
+``agree``                             a call
+====================================  =================================================
+
+The slice of rank ``r + shift`` is a ``ReinterpretView``. Its offset contains the rank as a symbol (``rank_symbol``).
+Inductor's matmuls and pointwise kernels read the view in place, and write pieces straight to their places::
 
     a = take(x, 0, 1, 4, 0, 4, "tp")               u0 = torch.ops.overlap_inductor.group_rank.default('tp')
     b = mm(a, w)                                   buf = empty_strided(...)
@@ -38,7 +43,7 @@ from overlap_inductor.torch_compat.ordering import starts_transfer
 
 
 def _expression(size: Any) -> Any:
-    """A size in the form that Inductor's layouts expect: a sympy expression or an int."""
+    """A sympy expression or an int, as Inductor's layouts expect."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
@@ -51,8 +56,7 @@ def _slot(group_name: str, shift: int) -> sympy.Expr:
 
 
 def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any:
-    """A view of a block of the realized buffer ``box``. The block begins at index ``offsets`` and has shape
-    ``sizes``."""
+    """A view of a block of ``sizes`` in the realized buffer ``box``, from index ``offsets`` on."""
     storage, layout = ir.as_storage_and_layout(box)
     offset = layout.offset + sum(o * s for o, s in zip(offsets, layout.stride, strict=True))
     fixed = ir.FixedLayout(layout.device, layout.dtype, list(sizes), list(layout.stride), offset)
@@ -60,9 +64,8 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 
 
 def _agree(group_name: str, *args: Any) -> Any:
-    """Call the op as it is. If the graph has a transfer of the group, define the rank's symbol before the call.
-    If the symbol were defined later, its host code could come between the steps of the transfer, and split a CUDA graph
-    there.
+    """Call the op. If the graph has a transfer of the group, define the rank's symbol first. If it were defined later,
+    its host code could split a CUDA graph between steps of the transfer.
 
     Raises:
         OverlapError: another pass has moved a step of a transfer.
@@ -102,10 +105,10 @@ def _packed(x: Any) -> Any:
 
 
 def _after(piece: Any, token: Any) -> Any:
-    """Return ``piece``, and schedule the kernel that computes ``piece`` after the kernel that computes ``token``.
+    """Return ``piece``, and schedule its kernel after the kernel of ``token``.
 
-    ``control_deps`` is not used here, because it lowers the op that it wraps as the output of a subgraph. Inductor
-    compares the strides of such an output, and each comparison of symbolic sizes adds a guard.
+    ``control_deps`` would lower ``piece`` as a subgraph's output. Inductor compares the strides of such outputs, which
+    adds guards for symbolic sizes.
     """
     piece.realize()
     token.realize()
@@ -119,9 +122,8 @@ def _after(piece: Any, token: Any) -> Any:
 def _remaining(name: str) -> str:
     """The name of a buffer that the kernel of buffer ``name`` writes and that Inductor keeps.
 
-    A step's token is an output of the step's kernel, and no kernel reads the token. Inductor removes such an output,
-    and also each scheduling edge that starts at the output. So the edge starts at an argument that the step writes in
-    place.
+    No kernel reads a step's token, so Inductor removes the token with its scheduling edges. So edges start at an
+    argument that the step writes in place.
     """
     buffer = V.graph.get_buffer(name)
     if isinstance(buffer, ir.MultiOutput):
@@ -131,7 +133,7 @@ def _remaining(name: str) -> str:
 
 
 def _with_remaining_edges(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """Around Inductor's lowering of ``control_deps``: edges from tokens start at a buffer that remains."""
+    """Around Inductor's lowering of ``control_deps``: edges start at buffers that remain (``_remaining``)."""
 
     @functools.wraps(lower)
     def lower_and_move_edges(*args: Any) -> Any:
@@ -156,11 +158,9 @@ def _exchange_wait(*args: Any) -> Any:
 
 
 def _after_computed(op: Any, args: tuple[Any, ...], plain: int) -> Any:
-    """Call ``op`` with its first ``plain`` arguments. The call is scheduled after the kernels that compute the last
-    argument, ``computed``.
+    """Call ``op`` with its first ``plain`` arguments, after the kernels that compute its last argument, ``computed``.
 
-    The tensors in ``computed`` are not inputs of the generated call. So their layouts stay flexible, and ``assemble``
-    can place them.
+    The tensors of ``computed`` are no inputs of the generated call. So their layouts stay flexible for ``assemble``.
     """
     computed = args[plain] if len(args) > plain else ()
     token = lowering.fallback_handler(op, add_to_fallback_set=False)(*args[:plain])
@@ -174,14 +174,11 @@ def _after_computed(op: Any, args: tuple[Any, ...], plain: int) -> Any:
 
 
 def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
-    """Make the kernel that computes ``source`` write into ``view``, which has the same sizes. If the kernel cannot, its
-    result is copied. Returns the buffer that is written.
+    """Make the kernel of ``source``, with FX node ``node``, write into ``view`` of the same sizes. If it cannot, copy
+    its result. Returns the written buffer.
 
     ``ConcatKernel.realize_into`` does this for pointwise kernels, and for templates with a flexible layout. An extern
-    matmul has a fixed layout but takes ``out=``, so it can write into the view if the strides are equal.
-
-    Args:
-        node: the FX node of ``source``.
+    matmul has a fixed layout but takes ``out=``. It can write into the view if the strides are equal.
     """
     data = source.data if isinstance(source, ir.TensorBox) else source
     buffer = data.data if isinstance(data, ir.StorageBox) else None
@@ -190,9 +187,9 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
         same = len(buffer.get_stride()) == len(view.get_stride()) and all(
             known(a, b) for a, b in zip(buffer.get_stride(), view.get_stride(), strict=True)
         )
-        # A matmul that writes into the view has its result in the memory of the assembled tensor. This memory may be
-        # freed after the last reader of the assembled tensor. So either the matmul has no other reader, or an ``after``
-        # lets the assembled tensor be read only after the matmul's other readers have run.
+        # The assembled tensor's memory may be freed after its last reader. So a matmul may write there in two cases:
+        # - it has no other reader;
+        # - an ``after`` delays readers of the assembled tensor until the matmul's other readers have run.
         if same and (
             sum(u.target is not torch.ops.overlap_inductor.exchange_wait.default for u in node.users) == 1
             or any(u.target is torch.ops.overlap_inductor.after.default for u in V.graph.current_node.users)
@@ -237,7 +234,7 @@ def _assemble(
 
 
 def register_lowerings() -> None:
-    """Register the lowerings with Inductor. Calling it again does nothing."""
+    """Register the lowerings with Inductor, once."""
     from overlap_inductor.lowerings.registry import define_ops
 
     define_ops()

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps Inductor from padding a matmul next to a collective.
+"""Keeps Inductor from padding a matmul next to a collective while overlap is on.
 
 Inductor pads a matmul to aligned sizes if this was faster in a measurement on this rank::
 
     y = mm(x, w [k, 1023])   ->   y = slice(mm(x, constant_pad_nd(w) [k, 1024]))
 
-If ranks decided differently, they could find different sites, and would then run without overlap. So a matmul next to a
-collective is not padded while overlap is on.
+If ranks decided differently, they could find different sites, and would then run without overlap.
 """
 
 from __future__ import annotations
@@ -20,23 +19,22 @@ from torch import fx
 from overlap_inductor.torch_compat import operators
 
 _LIMIT = 1000
-"""The largest number of nodes to visit from one matmul. If there are more, the matmul counts as next to a
-collective."""
+"""If there are more nodes than this to visit, the matmul counts as next to a collective."""
 _COPIES = {"clone", "lift_fresh_copy", "cat", "constant_pad_nd", "_unsafe_view", "convert_element_type", "_to_copy"}
 _ROW_WISE = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "_softmax", "_log_softmax", "cumsum"}
-"""Row-wise ops (``sites.row_wise``) and sums over experts. In a site, they may be between a matmul and a collective.
-So may views, copies and pointwise ops."""
+"""Row-wise ops (``sites.row_wise``) and sums over experts. They may be between a matmul and a collective of a site,
+like views, copies and pointwise ops."""
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm"}
 
 
 def beside_collective(matmul: fx.Node) -> bool:
-    """Whether ``matmul`` could be part of a site. One of the following must hold, and only views, copies, row-wise and
-    pointwise ops may be on the way:
+    """Whether ``matmul`` could be part of a site. Only views, copies, row-wise and pointwise ops may be on one of these
+    paths:
 
-    - ``matmul`` leads to a collective;
-    - an all-gather or all-to-all leads to ``matmul``;
-    - an all-gather or all-to-all leads to another matmul, whose result leads to ``matmul``. (Padding ``matmul`` would
-      change where the other matmul's epilogue ends.)
+    - from ``matmul`` to a collective;
+    - from an all-gather or all-to-all to ``matmul``;
+    - from an all-gather or all-to-all to another matmul, and on to ``matmul``. (Padding ``matmul`` would change where
+      the other matmul's epilogue ends.)
     """
     known: dict[fx.Node, bool] = {}
 

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor may cut a graph into partitions for CUDA graphs (``torch._inductor.config.graph_partition``). This module
-prevents a cut inside a ring's transfer.
+"""Keeps a ring's transfer in one CUDA graph.
 
-Some nodes cannot be in a CUDA graph. Inductor captures the nodes between them in separate graphs::
+Inductor may cut a graph at nodes that cannot be in a CUDA graph, and capture each partition
+(``config.graph_partition``)::
 
     | gather_start  mm |  .item()  | gather_step  mm |        two captures, the transfer begins in one and ends in the
                                                               other
     ->  one uncaptured graph, and a notice in its report
 
-Two captures of one transfer cannot work. First, a capture cannot end before its stream has waited for the work of all
-other captured streams. Second, the host's state of a transfer is created during the capture, but not during a replay.
-So such a graph is not captured at all, like a graph that mutates its inputs.
+Two captures of one transfer cannot work:
+
+- A capture cannot end before its stream has waited for the work of all other captured streams.
+- The host's state of a transfer is created during the capture, but not during a replay.
 """
 
 from __future__ import annotations
@@ -57,12 +58,8 @@ def should_partition(original: Callable[..., Any], scheduler: Any, node: Any) ->
 
 
 def cut(partitions: Sequence[Iterable[Any]], uncaptured: Sequence[bool]) -> bool:
-    """Whether a transfer has nodes in several partitions and at least one of these partitions is captured.
-
-    Args:
-        partitions: the scheduled nodes of each partition.
-        uncaptured: for each partition, whether no CUDA graph holds it.
-    """
+    """Whether a transfer has nodes in several partitions, at least one of them captured. ``uncaptured``: for each
+    partition, whether no CUDA graph holds it."""
     places: dict[str, set[int]] = {}
     for index, partition in enumerate(partitions):
         for scheduled in partition:
@@ -74,8 +71,7 @@ def cut(partitions: Sequence[Iterable[Any]], uncaptured: Sequence[bool]) -> bool
 
 
 def _transfer(kernel: Any) -> str | None:
-    """The name of the op that started the transfer in which ``kernel`` takes part. ``None`` if it takes part in
-    none."""
+    """The name of the op that started the transfer of ``kernel``, or ``None``."""
     from torch._inductor import ir
 
     op = getattr(kernel, "op_overload", None)
@@ -86,15 +82,13 @@ def _transfer(kernel: Any) -> str | None:
         return kernel.get_name()
     if name not in MEMBERS:
         return None
-    # The arguments before the buffer are tensors, too. So the buffer has the same place among all arguments as among
-    # the tensors.
+    # All arguments before the buffer are tensors, so the inputs have the same indices.
     names = [argument.name for argument in op._schema.arguments]
     return _maker(kernel.inputs[names.index(MEMBERS[name])])
 
 
 def _maker(buffer: Any) -> str:
-    """The name of the op that computed ``buffer``. ``buffer`` may be a view of the op's result, or one of several
-    results."""
+    """The name of the op that computed ``buffer``, which may be a view or one of several results."""
     from torch._inductor import ir
 
     while not isinstance(buffer, ir.FallbackKernel):

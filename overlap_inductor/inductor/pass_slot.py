@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of Inductor that hold custom passes, and our passes in the form that these settings expect.
 
-``torch._inductor.config.post_grad_custom_post_pass`` holds one callable up to torch 2.12, and a callable or a list of
-callables from 2.13 on. So does ``joint_custom_post_pass``. From 2.12 on, a value assigned on one thread is seen on that
-thread only; other threads see the default.
+``post_grad_custom_post_pass`` and ``joint_custom_post_pass`` differ between versions of torch:
+
+- Up to 2.12, a setting holds one callable. From 2.13 on, it holds a callable or a list.
+- Up to 2.11, all threads see an assigned value. From 2.12 on, only the assigning thread does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from overlap_inductor.torch_compat.graph_inputs import nested_region
 from overlap_inductor.torch_compat.plain_errors import shown_plainly
 
 SETTINGS = {POST_GRAD: "post_grad_custom_post_pass", JOINT: "joint_custom_post_pass"}
-"""Names of settings of ``torch._inductor.config``, by the pipeline's slot."""
 SLOT = SETTINGS[POST_GRAD]
 TAKES_LIST = hasattr(custom_graph_pass, "get_custom_graph_passes")
 MICRO_PIPELINE_NOTICE = (
@@ -45,26 +45,22 @@ _Base: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_
 
 
 class OverlapPass(_Base):
-    """The pipeline's passes of one slot, as Inductor calls them.
-
-    Args:
-        source: returns the configuration. If it is ``None`` or has mode ``off``, the passes do nothing.
-        slot: one of the slots of ``passes.pipeline``.
-    """
+    """The pipeline's passes of one ``slot``, as Inductor calls them. ``source`` returns the configuration. If it is
+    ``None`` or has mode ``off``, the passes do nothing."""
 
     def __init__(self, source: Callable[[], OverlapConfig | None], slot: str = POST_GRAD) -> None:
         self._source, self.slot = source, slot
 
     def config(self) -> OverlapConfig | None:
-        """The configuration for the graph being compiled. If its compile scope is pinned (``CompileScope.pinned``),
-        this is the scope's configuration. Otherwise it is what ``source`` returns now."""
+        """The configuration for the graph being compiled: that of a pinned compile scope, else what ``source`` returns
+        now."""
         scope = compile_scope.current()
         return scope.config if scope is not None and scope.pinned else self._source()
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
         scope = compile_scope.current()
         if scope is not None:
-            # The pass may be installed twice, for example by us and inside another author's chain.
+            # The pass may be installed twice, for example in another author's chain.
             if id(graph) in scope.seen:
                 return
             scope.seen[id(graph)] = graph
@@ -83,8 +79,7 @@ class OverlapPass(_Base):
         if self.slot == JOINT:
             from torch._inductor.pattern_matcher import stable_topological_sort
 
-            # Inductor sorts the joint graph only after this slot. Until then, some nodes may stand before their inputs,
-            # because of Inductor's own patterns.
+            # Inductor sorts the joint graph only after this slot, so nodes may stand before their inputs.
             stable_topological_sort(graph)
         written = _copy_of_inference(graph) if self.slot == JOINT else None
         for one in passes_in(self.slot):
@@ -96,8 +91,7 @@ class OverlapPass(_Base):
         _register_lowerings_of(graph)
 
     def _take(self, report: OverlapReport, config: OverlapConfig) -> None:
-        """Leave a report in the compile scope, to be stored with the compiled graph. Outside a compile scope, activate
-        it now."""
+        """Leave a report in the compile scope. Without a scope, activate it."""
         scope = compile_scope.current()
         if inductor_config._micro_pipeline_tp:
             report.notices.append(MICRO_PIPELINE_NOTICE)
@@ -110,7 +104,7 @@ class OverlapPass(_Base):
         reporting.activate(report, config)
 
     def uuid(self) -> str:
-        # Inductor asks for the uuid before it reads a cache. A loaded graph calls our ops, so this method defines them.
+        # Inductor asks for the uuid before it reads a cache, and a loaded graph calls our ops.
         from overlap_inductor.inductor.fingerprint import fingerprint
         from overlap_inductor.lowerings.registry import define_ops
 
@@ -119,14 +113,13 @@ class OverlapPass(_Base):
         return fingerprint(self.config()) + versions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OverlapPass:
-        # Inductor sometimes deep-copies its configuration. ``switch.install`` recognises the pass by identity, so a
-        # copy must be the same object.
+        # Inductor may deep-copy its configuration. ``switch.install`` recognises the pass by identity.
         return self
 
 
 def _copy_of_inference(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
-    """A copy of ``graph`` if it is an inference graph with a collective. Ranks run the copy if their plans differ.
-    ``None`` for any other graph."""
+    """A copy of ``graph`` if it is an inference graph with a collective; else ``None``. Ranks run the copy if their
+    plans differ."""
     trains = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
     if trains or graph.owning_module is None or not any(True for _ in find_collectives(graph)):
         return None
@@ -136,7 +129,6 @@ def _copy_of_inference(graph: torch.fx.Graph) -> torch.fx.GraphModule | None:
 
 
 def _register_lowerings_of(graph: torch.fx.Graph) -> None:
-    """Register Inductor's lowerings of our ops, if the graph has any."""
     from overlap_inductor.lowerings.library import NAMESPACE
     from overlap_inductor.torch_compat.operators import qualified_name
 
@@ -147,8 +139,7 @@ def _register_lowerings_of(graph: torch.fx.Graph) -> None:
 
 
 class PassChain(_Base):
-    """Several passes as one pass, for a slot that may hold only one pass. The chain is cacheable only if each of its
-    passes is."""
+    """Several passes as one, for a slot that holds only one pass. Cacheable if each of its passes is."""
 
     def __init__(self, passes: tuple[Callable[..., None], ...]) -> None:
         self.passes = passes
@@ -192,7 +183,7 @@ def with_pass(value: Any, ours: OverlapPass) -> Any:
 
 
 def without_pass(value: Any) -> Any:
-    """A slot's value without our pass; the same object if our pass is not in it."""
+    """A slot's value without our pass. The same object if our pass is not in it."""
     ours = find(value)
     if ours is None:
         return value
@@ -202,8 +193,7 @@ def without_pass(value: Any) -> Any:
 def _packed(passes: tuple[Any, ...], like: Any, slot: str) -> Any:
     if len(passes) < 2:
         return passes[0] if passes else None
-    # Every torch takes a chain in both slots. A torch that takes lists gets a list in the post-grad slot. The joint
-    # graph's slot gets a list only if it holds one already.
+    # The joint slot gets a list only if it already holds one.
     takes_list = TAKES_LIST and (slot == POST_GRAD or isinstance(like, (list, tuple)))
     if not takes_list:
         return PassChain(passes)
@@ -211,20 +201,20 @@ def _packed(passes: tuple[Any, ...], like: Any, slot: str) -> Any:
 
 
 def read(slot: str = POST_GRAD) -> Any:
-    """The slot's value on this thread."""
     return getattr(inductor_config, SETTINGS[slot])
 
 
 def write(value: Any, slot: str = POST_GRAD) -> None:
-    """Assign the slot on this thread if its value changes."""
     if value is not read(slot):
         setattr(inductor_config, SETTINGS[slot], value)
 
 
 def set_for_other_threads(ours: OverlapPass | None, slot: str = POST_GRAD) -> None:
-    """Set the value for threads that have not assigned the slot, such as a server's workers. If such a thread has
-    already read a pass from the slot, it keeps this pass, because torch copies a default at the first read. Before
-    torch 2.12, all threads see what ``write`` assigned."""
+    """Set the slot's default, for threads that have not assigned the slot, such as a server's workers.
+
+    A thread that has read a pass keeps it, because torch copies the default at the first read. Before torch 2.12, this
+    does nothing: all threads see what ``write`` assigned.
+    """
     entry = inductor_config._config[SETTINGS[slot]]
     if isinstance(entry.user_override, ContextVar):
         entry.default = ours
@@ -232,13 +222,11 @@ def set_for_other_threads(ours: OverlapPass | None, slot: str = POST_GRAD) -> No
 
 @contextmanager
 def patched(value: Any) -> Iterator[None]:
-    """In this context, the post-grad slot has another value on this thread."""
     with inductor_config.patch({SLOT: value}):
         yield
 
 
 def describe(value: Any) -> str:
-    """The passes in a slot's value, in words for a message."""
     passes = members(value)
     if not passes:
         return "nothing"

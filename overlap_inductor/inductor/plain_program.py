@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain program of a graph: the graph before any of our passes ran. It is kept so that it can be compiled later
-without overlap.
+"""The plain program of a graph: the graph before any of our passes ran, as bytes.
 
 ::
 
@@ -8,10 +7,9 @@ without overlap.
                                                                 "relu", aten.relu, (_Node(0),), ...), ...] as bytes
     compile_plain data, large tensors                       ->  the same graph, compiled without overlap
 
-The bytes are stored with the compiled graph, also in the caches. So a rank that loaded its graph from a cache can also
-run without overlap. The bytes hold the nodes, the example inputs with their symbols, and the node metadata that
-Inductor reads. Shapes are propagated again when the plain program is compiled. Small tensors that the graph holds
-(frozen weights) are copied into the bytes. Large tensors are taken from the graph that is loaded or compiled.
+The bytes are stored with the compiled graph. So a rank that loaded its graph from a cache can run without overlap, too.
+They hold the nodes, the metadata that Inductor reads, the example inputs, and the graph's small tensors (frozen
+weights).
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ from overlap_inductor.inductor import compile_scope
 from overlap_inductor.inductor.compile_scope import CompileScope
 
 LARGE = 1 << 20
-"""A tensor of the graph with at least this number of bytes is not copied."""
+"""Bytes. The tensors of the graph that are at least this large are not copied."""
 _META = ("unbacked_bindings", "eager_input_vals", "custom", "recompute", "partitioner_tag", "mutation_region_id")
 _OUTPUT_META = ("user_visible_output_idxs", "output_stack_traces")
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A node among the arguments of another node, by its index in the graph."""
+    """A node that is an argument, by its index in the graph."""
 
     index: int
 
@@ -56,7 +54,7 @@ class _Program:
 
     Attributes:
         nodes: ``(op, name, target, args, kwargs, meta)`` of each node, in order.
-        held: the values that its ``get_attr`` nodes read, by name.
+        held: what its ``get_attr`` nodes read, by name.
     """
 
     nodes: list[tuple[Any, ...]]
@@ -70,8 +68,8 @@ class Captured:
     Attributes:
         data: the graph and its example inputs.
         left_out: names of the large tensors that ``data`` does not hold.
-        process: the process in which ``data`` is valid. ``None`` if it is valid in any process. A graph refers to a
-            user's Triton kernels by numbers in a table of one process.
+        process: the only process in which ``data`` is valid, or ``None`` for every process. A graph refers to a user's
+            Triton kernels by numbers in a table of its process.
     """
 
     data: bytes
@@ -83,7 +81,7 @@ _PROCESS = uuid.uuid4().hex
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
-    """The plain program of ``gm``. Raises what pickling raises if the graph holds something that cannot be pickled."""
+    """The plain program of ``gm``. Raises what pickling raises if the graph cannot be pickled."""
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx._graph_pickler import Options
 
@@ -97,16 +95,15 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 
 def of_this_process(kept: Captured, gm: fx.GraphModule | None, example_inputs: Sequence[Any]) -> Captured | None:
-    """``kept`` if it is valid in this process. Otherwise the plain program of ``gm``, the graph whose compiled form
-    came from a cache. ``None`` if there is no ``gm``: the cache was then read before the graph was made."""
+    """``kept`` if it is valid in this process, else the plain program of ``gm``, the graph before its compile. ``None``
+    if it is needed but missing."""
     if kept.process in (None, _PROCESS):
         return kept
     return capture(gm, example_inputs) if gm is not None else None
 
 
 def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The tensors of ``gm`` with these names, which ``capture`` left out. Names that ``gm`` does not hold are
-    skipped."""
+    """The tensors with these ``names`` that ``capture`` left out, as far as ``gm`` holds them."""
     found = {}
     for name in names if gm is not None else ():
         try:
@@ -117,7 +114,7 @@ def left_out(gm: fx.GraphModule | None, names: Sequence[str]) -> dict[str, torch
 
 
 def known_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of ``keywords`` that are parameters of Inductor's ``compile_fx_inner``."""
+    """The ``keywords`` that ``compile_fx_inner`` takes."""
     from torch._inductor.compile_fx import _CompileFxKwargs
 
     known = {*_CompileFxKwargs.__annotations__, "compile_region_name"}
@@ -140,9 +137,8 @@ def _attribute(gm: fx.GraphModule, name: str) -> Any:
 
 
 def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
-    """``gm`` as data. ``within``: ``gm`` is a subgraph. Shapes of a subgraph are not propagated again, so its nodes
-    keep their values. Nodes that make unbacked sizes always keep their values, because nothing recreates the
-    symbols."""
+    """``gm`` as data. If ``gm`` is a subgraph (``within``), its nodes keep their values, because its shapes are not
+    propagated again. So do nodes that make unbacked sizes, because nothing recreates the symbols."""
     places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
 
     def meta(node: fx.Node) -> dict[str, Any]:
@@ -202,7 +198,6 @@ def _rebuilt(program: _Program, large: Mapping[str, torch.Tensor]) -> fx.GraphMo
 
 
 def inductor_settings() -> dict[str, Any]:
-    """A copy of Inductor's present configuration, for ``compile_plain``."""
     from torch._inductor import config
 
     return config.get_config_copy()
@@ -211,16 +206,13 @@ def inductor_settings() -> dict[str, Any]:
 def compile_plain(
     data: bytes, large: Mapping[str, torch.Tensor], keywords: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[Any, list[Any]]:
-    """Compile a plain program with Inductor, without overlap.
+    """Compile a plain program with Inductor, without overlap. Returns ``(compiled graph, example inputs)``.
 
     Args:
         data: ``Captured.data``.
         large: the tensors that ``data`` leaves out, by name.
-        keywords: arguments of ``compile_fx_inner`` with which the overlapped graph was compiled.
+        keywords: arguments of ``compile_fx_inner`` for the overlapped graph.
         settings: Inductor's configuration when the overlapped graph was compiled.
-
-    Returns:
-        ``(compiled graph, example inputs)``.
 
     Raises:
         OverlapError: ``large`` lacks a tensor.
@@ -245,9 +237,10 @@ def compile_plain(
 
 
 def _objects(program: _Program, inputs: Sequence[Any]) -> dict[int, int]:
-    """``{index of a result: index of an input}`` for each input that the graph returns as it is and that pickling
-    leaves out. Such an input is an object other than a tensor, for example a ``DeviceMesh``, which a forward graph
-    passes on to its backward. Pickling turns its example input into ``None``."""
+    """``{index of a result: index of an input}`` for inputs that the graph returns and that are no tensors.
+
+    Example: a ``DeviceMesh`` that a forward passes to its backward. Its pickled example input is ``None``.
+    """
     numbers = [index for index, node in enumerate(program.nodes) if node[0] == "placeholder"]
     objects = {n: i for i, (n, example) in enumerate(zip(numbers, inputs, strict=True)) if example is None}
     (results,) = next(node[3] for node in program.nodes if node[0] == "output")
@@ -257,8 +250,7 @@ def _objects(program: _Program, inputs: Sequence[Any]) -> dict[int, int]:
 
 
 def _with_objects(compiled: Any, objects: Mapping[int, int]) -> Any:
-    """A boxed callable that calls ``compiled``, and then puts the inputs that ``objects`` names in their places among
-    the results (see ``_objects``)."""
+    """A boxed callable that calls ``compiled`` and puts inputs into the results (``_objects``)."""
     if not objects:
         return compiled
 
@@ -275,15 +267,8 @@ def _with_objects(compiled: Any, objects: Mapping[int, int]) -> Any:
 
 
 def guarded(plain: Any, examples: Sequence[Any]) -> Any:
-    """A callable that calls ``plain`` after a check of the sizes. The compile of ``plain`` may have added guards on
-    sizes that the overlapped graph does not have.
-
-    Args:
-        plain: a boxed callable.
-        examples: the example inputs with which it was compiled.
-
-    The returned callable raises ``OverlapError`` if a call's sizes break a guard.
-    """
+    """``plain``, a boxed callable, behind a check of each call's sizes. Its compile, with ``examples`` as inputs, may
+    have added guards on sizes. The returned callable raises ``OverlapError`` if a call breaks a guard."""
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
     places = [i for i, e in enumerate(examples) if isinstance(e, torch.SymInt) and not has_free_unbacked_symbols(e)]
@@ -312,12 +297,11 @@ def guarded(plain: Any, examples: Sequence[Any]) -> Any:
 
 
 def restrided(plain: Any, examples: Sequence[Any], expected: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
-    """``plain`` with results in the strides of the graph that it replaces, because a backward may be compiled for these
-    strides.
+    """``plain`` with results in the strides of the graph that it replaces. A backward may expect these strides.
 
     Args:
         examples: the example inputs with which ``plain`` was compiled.
-        expected: ``CompiledFxGraph.output_strides`` of the replaced graph. A result that has other strides is copied.
+        expected: ``CompiledFxGraph.output_strides`` of the replaced graph. Results with other strides are copied.
     """
     have = getattr(plain, "output_strides", None)
     differing = (

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs Inductor's compile of one graph up to and including its post-grad passes. No code and no kernel is generated.
-
-``explain`` uses this module, because it needs only the report. ``stopped_before_code`` treats every graph of a program
-in this way.
-"""
+"""Runs Inductor's compile of a graph up to and including its post-grad passes. ``explain`` needs no more."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ def run_post_grad_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]
 
     Args:
         gm: the graph that AOTAutograd made; changed in place.
-        example_inputs: its inputs, fake or real.
         scope: the current scope while the passes run. It collects their reports.
 
     Raises:
@@ -45,9 +40,9 @@ def run_post_grad_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]
 def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
     """A function that returns zeros with the shapes, strides, dtypes and devices of the outputs of ``gm``.
 
-    It uses the boxed calling convention: it takes the inputs of ``gm`` as one list and clears the list. A symbolic size
-    gets its value from the inputs. A size that depends on the data gets the value 1. An output that is not a tensor is
-    returned as it is, or as the value of its symbol.
+    It takes the inputs of ``gm`` as one list and clears the list (the boxed calling convention). Symbolic sizes come
+    from the inputs; sizes that depend on data become 1. Outputs that are no tensors are returned as they are, or as the
+    value of their symbol.
     """
     from torch.fx.experimental.symbolic_shapes import SymTypes
 
@@ -60,7 +55,7 @@ def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[A
         if not isinstance(size, SymTypes):
             return size
         value = size.node.expr.xreplace(known)
-        # The size depends on data (nonzero, ...). Any size is right, because nothing is computed.
+        # The size depends on data (nonzero, ...). Any size is right here.
         return 1 if getattr(value, "free_symbols", None) else int(value)
 
     def run(args: list[Any]) -> list[Any]:
@@ -89,8 +84,8 @@ _stops = False
 
 @contextmanager
 def stopped_before_code() -> Iterator[None]:
-    """In this context, Inductor's compile of a graph stops after the post-grad passes if our hooks are installed. The
-    compiled function returns zeros."""
+    """In this context, compiles stop after the post-grad passes, if our hooks are installed. The compiled function
+    returns zeros."""
     global _stops
     outer, _stops = _stops, True
     try:
@@ -101,16 +96,13 @@ def stopped_before_code() -> Iterator[None]:
 
 
 def stops() -> bool:
-    """Whether compiles are ``stopped_before_code``."""
     return _stops
 
 
 @contextmanager
 def every_graph_compiled_now() -> Iterator[None]:
-    """In this context, AOTAutograd's cache is off, and a backward graph is compiled together with its forward graph.
-
-    So every graph reaches Inductor's compile during the call that is explained.
-    """
+    """In this context, a call compiles all of its graphs: AOTAutograd's cache is off, and a backward is compiled with
+    its forward."""
     from torch._functorch import config
 
     with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
@@ -126,10 +118,8 @@ def without_compile_wrappers(fn: Any) -> Any:
 
 @contextmanager
 def in_place_compile_undone(fn: Any) -> Iterator[None]:
-    """In this context, earlier calls of ``module.compile()`` on modules of ``fn`` have no effect.
-
-    Otherwise, they would call their own compiled form, and Inductor would generate code for it.
-    """
+    """In this context, earlier calls of ``module.compile()`` on modules of ``fn`` have no effect. Such a module would
+    run Inductor's code generation."""
     modules = list(fn.modules()) if hasattr(fn, "modules") else []
     calls = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
     for module, _ in calls:

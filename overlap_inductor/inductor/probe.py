@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries features and settings of the installed torch for ``overlap-inductor doctor``, without starting a process
-group."""
+"""Queries the installed torch for ``overlap-inductor doctor``."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ def symmetric_memory_backend(device_index: int = 0) -> str:
     """The backend that symmetric memory uses on a GPU: ``CUDA``, ``NVSHMEM`` or ``NCCL``.
 
     Raises:
-        RuntimeError: this torch has no symmetric memory for the GPU; the message says why.
+        RuntimeError: this torch has no symmetric memory for the GPU.
     """
     try:
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -45,15 +44,14 @@ def nccl_version() -> str:
 
 
 def slot_content() -> str:
-    """The present content of Inductor's slot for passes after post-grad, in words."""
+    """What Inductor's post-grad slot holds now, in words."""
     from overlap_inductor.inductor import pass_slot
 
     return pass_slot.describe(pass_slot.read())
 
 
 def config_in_slot() -> OverlapConfig | None:
-    """The configuration with which the pass in Inductor's slot would run now, in a plain ``torch.compile`` of this
-    process. ``None`` if the slot does not hold the pass, or if nothing is switched on.
+    """The configuration of the pass in Inductor's slot. ``None`` if there is no pass, or if nothing is switched on.
 
     Raises:
         ConfigError: a switch has a value that is not allowed.
@@ -65,8 +63,7 @@ def config_in_slot() -> OverlapConfig | None:
 
 
 def hindrances() -> list[tuple[str, str]]:
-    """Settings of Inductor and Dynamo that leave the pass no sites or fewer sites: ``(setting, consequence and
-    advice)``."""
+    """Settings of Inductor and Dynamo that take sites from the pass: ``(setting, consequence and advice)``."""
     from torch._dynamo import config as dynamo_config
     from torch._inductor import config as inductor_config
 

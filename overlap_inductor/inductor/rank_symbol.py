@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This process's rank in a group as a symbol of the code that Inductor generates, so that no rank number is in the
-graph.
+"""This process's rank as a symbol of Inductor's generated code, so that no rank number is in the graph.
 
 ::
 
@@ -8,10 +7,11 @@ graph.
     buf0 = 0
     extern_kernels.mm(reinterpret_tensor(x, (4, 8), (8, 1), 32*u0), w, out=buf1)
 
-A rank-rotated slice is a view whose offset holds the symbol. If a kernel reports that it uses an unbacked symbol,
-Inductor orders the kernel after the symbol's definition and passes the symbol to the kernel's partition. Two kinds of
-kernels do not report the symbol: a template (Triton's, from max-autotune) that reads such a view, and any kernel that
-writes into such a view. This module finds these kernels, and adds the order and the symbol for them.
+If a kernel uses the symbol, it must run after the symbol's definition. Its partition needs the symbol as an input.
+Inductor ensures this for kernels that report the symbol. This module ensures it for two other kinds:
+
+- a template (Triton's, from max-autotune) that reads a view whose offset holds the symbol;
+- any kernel that writes into such a view.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from overlap_inductor.torch_compat.distributed import resolve_group
 
 _KNOWN = "_overlap_inductor_ranks"
 _ACCESSES = "_overlap_inductor_accesses"
-"""Attribute of a graph while its scheduler computes dependencies. It maps the ``id`` of each buffer to what the
-buffer's kernel reads and writes."""
+"""While the scheduler computes dependencies: what each buffer's kernel reads and writes, by the buffer's ``id``."""
 
 
 class GroupRank(ir.ExternKernel):
-    """Defines the symbol of this process's rank in a group. Generated code asks the group once per call."""
+    """Defines the symbol of this process's rank in a group."""
 
     def __init__(self, symbol: sympy.Symbol, group_name: str) -> None:
         super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), [])
@@ -57,14 +56,14 @@ class GroupRank(ir.ExternKernel):
 
     def codegen(self, wrapper: Any) -> None:
         wrapper.writeline(f"{self.symbol} = torch.ops.overlap_inductor.group_rank.default({self.group_name!r})")
-        # A partition for a CUDA graph gets this name as an input besides the symbol, because the partition's kernels
-        # are ordered after this kernel. The value is a number, because CUDA graph trees take only tensors and numbers.
+        # CUDA graph partitions get this name as an input, because their kernels are ordered after this kernel. CUDA
+        # graph trees take only tensors and numbers.
         wrapper.writeline(f"{self.get_name()} = 0")
 
 
 def rank_symbol(group_name: str) -> sympy.Symbol:
-    """The symbol of this process's rank in the group, one per group and graph, range-checked to ``[0, world_size)``.
-    Raises ``OverlapError`` if there is no such group."""
+    """The symbol of this process's rank in the group, in ``[0, world_size)``. One per group and graph. Raises
+    ``OverlapError`` if there is no such group."""
     known: dict[str, GroupRank] = V.graph.__dict__.setdefault(_KNOWN, {})
     if group_name not in known:
         shape_env = V.graph.sizevars.shape_env
@@ -77,12 +76,11 @@ def rank_symbol(group_name: str) -> sympy.Symbol:
 
 
 def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
-    """Around ``Scheduler.compute_dependencies``: order every kernel with a rank-rotated view after the rank's
-    symbol.
+    """Around ``Scheduler.compute_dependencies``: order every kernel with a rank-rotated view after the rank's symbol.
 
-    If a graph has such a symbol, Inductor asks every pointwise kernel for its symbols. For the answer, Inductor would
-    trace the kernel's loads and stores once more. The scheduler's nodes already have the loads and stores, so
-    ``read_writes`` returns these."""
+    To find symbols, Inductor would trace the loads and stores of every pointwise kernel again. The scheduler's nodes
+    have them, and ``read_writes`` returns these.
+    """
     for node in scheduler.nodes:
         for rank in _needed(node.node):
             V.graph.additional_buffer_deps[node.get_name()].add(rank.get_name())
@@ -95,21 +93,20 @@ def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
 
 
 def read_writes(original: Callable[..., Any], buffer: Any) -> Any:
-    """Around ``ComputedBuffer.get_read_writes``: return what ``compute_dependencies`` noted for the buffer, if it noted
+    """Around ``ComputedBuffer.get_read_writes``: return what ``compute_dependencies`` noted for the buffer, if
     anything."""
     found = V.graph.__dict__.get(_ACCESSES, {}).get(id(buffer))
     return original(buffer) if found is None else found
 
 
 def symbol_uses(original: Callable[..., Any], node: Any) -> Any:
-    """Around ``get_scheduler_node_symbol_uses``: add the ranks' symbols to the inputs of a partition that holds
-    ``node``."""
+    """Around ``get_scheduler_node_symbol_uses``: add the symbols of the views of ``node`` to its partition's inputs."""
     found = original(node)
     return found | ir.OrderedSet(rank.symbol for rank in _needed(node.node))
 
 
 def _needed(kernel: Any) -> Iterator[GroupRank]:
-    """The ``GroupRank`` of each symbol that is in a view of ``kernel``."""
+    """The ``GroupRank`` of each symbol in a view of ``kernel``."""
     known: dict[str, GroupRank] = V.graph.__dict__.get(_KNOWN, {})
     if known and kernel is not None:
         symbols = {s for view in _views(kernel) for s in sympy.sympify(view.get_layout().offset).free_symbols}
@@ -117,8 +114,8 @@ def _needed(kernel: Any) -> Iterator[GroupRank]:
 
 
 def _views(kernel: Any) -> Iterator[Any]:
-    """The views that ``kernel`` reads as inputs, and those into which it writes. The views that generated pointwise
-    kernels read are missing here, because Inductor itself finds the symbols in these views."""
+    """The views that ``kernel`` reads as inputs or writes into. Reads of generated pointwise kernels are left out,
+    because Inductor finds their symbols."""
     yield from (i for i in getattr(kernel, "inputs", ()) if isinstance(i, ir.ReinterpretView))
     layouts = [output.maybe_get_layout() for output in kernel.get_outputs()]
     yield from (layout.view for layout in layouts if isinstance(layout, ir.NonOwningLayout))

@@ -19,10 +19,9 @@ UNUSED = (
 
 
 def say_at_first_compile() -> None:
-    """At the first call of Inductor's ``compile_fx``, log ``UNUSED`` on rank 0 if overlap is not switched on.
+    """At the first call of ``compile_fx``, log ``UNUSED`` on rank 0 if overlap is not switched on.
 
-    A warning at the import of Inductor would be too early: ``enable()`` or the backend may switch overlap on after the
-    import.
+    When Inductor is imported, it is too early to know: ``enable()`` or the backend may follow.
     """
     from torch._inductor import compile_fx
 

@@ -1,30 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``: ``all_gather(a) @ b`` in one persistent kernel. The kernel also computes ``all_to_all(a) @ b``,
-unless the matmul contracts the exchanged dim (``all_to_all_contraction``). The all-to-all differs only in what a rank
-sends (``SCATTERED``): a different shard to each rank.
+"""Schedule ``fused``: ``all_gather(a) @ b`` in one persistent kernel. With ``SCATTERED``, a rank sends a different
+shard to each rank, and the kernel computes ``all_to_all(a) @ b``. (If the matmul contracts the exchanged dim, see
+``all_to_all_contraction``.)
 
-The first ``PUSHERS`` blocks store this rank's shard into the peers' workspace, part after part and to all peers in
-turn. All other blocks first multiply this rank's own shard, which is read in place. Then they multiply the peers'
-shards, in the order in which their parts arrive. Pushers also multiply tiles when nothing is left to send. If a block's
-next rows have not arrived and there are pieces to push, the block pushes instead of waiting. Without ``SENDS`` no block
-pushes: a transport that needs no SM sends the shard (``copy_engine``).
+Blocks claim work from three queues: pieces to send, own tiles, and tiles of peers. ::
 
-Work is claimed from three queues (pieces to send, own tiles, tiles of peers), so no block has work that only it can do.
+    the first ``PUSHERS`` blocks: while pieces are left, store a piece into a peer's workspace
+    multiply tiles of this rank's own shard, which is read in place
+    multiply tiles of the peers' shards, in the order in which their parts arrive:
+        until the part has arrived, push pieces, or wait if none is left
+    push the pieces that are left
 
-Forward progress. Before a block waits for a peer's part, it pushes pieces. It does so until the part has arrived, or
-until every outgoing piece of its own rank has been claimed. A push waits only for a peer's credit, which depends only
-on the previous call. So one resident block on each rank is enough, in whatever order blocks become resident. All waits
-are bounded (``signals``).
+Without ``SENDS`` no block pushes: a transport that needs no SM sends the shard (``copy_engine``).
 
-Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``). The last piece of
-a part sets the receiver's flag (source, part) to the number of the call. The receiver waits for that flag and then runs
-``load_fence``, because it reads by bulk loads. A peer writes into this rank's workspace again only in a later call,
-after this rank's credit. The last block gives that credit when all blocks have finished. (With ``KEEP``, a later kernel
-gives it: ``signals.end_call`` or ``transfer.end_call_and_spoil``.) The last block also resets the queues for the next
-launch on the stream.
+Forward progress. Before a block waits for a peer's part, every outgoing piece of its own rank has been claimed. A push
+waits only for a peer's credit, which depends only on the previous call. So one resident block on each rank is enough.
+All waits are bounded (``signals``).
 
-CUDA graphs. The number of the call is read from device memory (``calls``) and incremented by the last block (with
-``KEEP``: by that later kernel). No argument changes from replay to replay.
+Memory ordering. A piece is stored by ordinary stores of one block and counted (``count_and_signal``). The receiver
+waits for the part's flag and then runs ``load_fence``, because it reads by bulk loads. A peer writes into this rank's
+workspace again only after this rank's credit. The last block gives the credit when all blocks have finished, and resets
+the queues. With ``KEEP``, a later kernel gives the credit: ``signals.end_call`` or ``transfer.end_call_and_spoil``.
+
+CUDA graphs: as in ``kernels``.
 """
 
 from __future__ import annotations
@@ -66,36 +64,28 @@ def all_gather_matmul(
     """``c_i[WORLD * rows, columns_i] = gathered @ b_i + bias_i`` for ``COUNT`` weights. Grid: any number of blocks,
     ideally one per SM.
 
-    Args:
+    Args: see ``kernels`` for those not listed.
         own_desc: this rank's shard ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. With ``SCATTERED``, the shard that
             this rank sends to itself.
         a, shard_vectors: the shard's address, and its size in 16-byte words.
         SCATTERED: ``a`` holds a shard for each rank, in the order of ranks.
         gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. The rows of this
             rank's own shard are not read.
-        b0_desc, ..., bias0, ..., TRANSPOSED: see ``multiply_tile``. All weights have the same layout. The arguments of
-            the weights ``COUNT`` to 3 are ``None``.
+        b0_desc, ..., bias0, ..., TRANSPOSED: see ``multiply_tile``. All weights have one layout. The arguments of the
+            weights ``COUNT`` to 3 are ``None``.
         BIASES: bit ``i``: weight ``i`` has a bias (else ``bias_i`` is any address).
         c0, ...: row-major outputs, fp16 or bf16.
-        c0_desc, ...: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
-        BATCH: after this many tiles, a block waits until its last store has left shared memory.
-        EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``.
-        KEEP: the workspace holds the whole gathered tensor, including this rank's own shard, until the call is ended by
-            ``signals.end_call`` or ``transfer.end_call_and_spoil``.
-        peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
-        flags: this rank's own flags. ``signal_flag(s, i)`` holds the number of the last call whose part ``i`` has
-            arrived from rank ``s``.
-        queues: int32 ``[QUEUE_WORDS + WORLD * PARTS]`` in this rank's own memory, zero between calls. Words 0 to 3
-            count claimed pieces, claimed own tiles, claimed tiles of peers, and finished blocks. Words from
-            ``QUEUE_WORDS`` on count stored pieces.
-        calls: int32, one word in this rank's own memory: number of calls that have ended.
-        site: number under which a fault record names the site.
+        c0_desc, ...: the outputs, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
+        KEEP: the workspace holds the whole gathered tensor until a later kernel ends the call.
+        flags: ``signal_flag(s, i)`` is the flag of part ``i`` from rank ``s``.
+        queues: ``[QUEUE_WORDS + WORLD * PARTS]``. Words 0 to 3 count claimed pieces, claimed own tiles, claimed tiles
+            of peers, and finished blocks. Words from ``QUEUE_WORDS`` on count stored pieces.
         part_rows: rows of a part, a multiple of ``BLOCK_M``.
         part_vectors: 16-byte words of a part.
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
-    # Both are written as multiples of four, so the compiler knows that no mask ends inside a 16-byte word.
+    # Multiples of four, so the compiler knows that no mask ends inside a 16-byte word.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     weights = (
@@ -255,8 +245,8 @@ def all_gather_matmul(
 
 @triton.jit
 def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.constexpr, KEEP: tl.constexpr):
-    """Count a block of the grid as finished. The last block also sets words 0 to 4 of ``queues`` to 0, and without
-    ``KEEP`` it ends the call."""
+    """Count a block of the grid as finished. The last block sets words 0 to 4 of ``queues`` to 0. Without ``KEEP`` it
+    also ends the call."""
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
     if finished == tl.num_programs(0) - 1:
@@ -268,11 +258,11 @@ def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.const
 
 @triton.jit
 def _weight_of(weights, n, COUNT: tl.constexpr, BIASES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The weight that tile column ``n`` belongs to. Tile columns are numbered across all weights. Returns ``(b_desc,
-    c_desc, c, bias, columns, columns of the bias, number of the weight, tile column of that weight)``.
+    """The weight of tile column ``n``, which counts across all weights. Returns ``(b_desc, c_desc, c, bias, columns,
+    columns of the bias, number of the weight, tile column of that weight)``.
 
-    The weight is selected before the loop over K, because two pipelined loops in the branches of an ``if`` would both
-    hold shared memory.
+    The weight is selected before the loop over K. Two pipelined loops, one in each branch of an ``if``, would both hold
+    shared memory.
     """
     b_desc, c_desc, c, bias, columns = weights[0]
     biased = columns * (BIASES & 1)
@@ -307,8 +297,7 @@ def _store(
     HALVES: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """Store one tile of the result, with its epilogue. A tile ends where its shard ends: the rows that follow belong to
-    another shard."""
+    """Store one tile of the result, with its epilogue, up to the end of its shard."""
     at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     tile = total.to(c.dtype.element_ty)

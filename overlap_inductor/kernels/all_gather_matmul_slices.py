@@ -2,18 +2,16 @@
 """Schedule ``fused``, transport ``sm_push``: ``all_gather(a) @ b`` or ``all_to_all(a) @ b`` for matmuls of one or two
 waves. A tile waits for one slice of K after the other.
 
-If nearly every tile needs a peer's rows and each SM has one tile, a kernel that waits for whole rows
-(``all_gather_matmul``) idles until they arrive. Here a shard arrives in slices of its columns, one after the other. A
-tile continues with each slice of K as soon as the slice is there, so the transfer is hidden under the tile itself. Each
-wait drains the pipeline of loads. With more waves, these waits cost more time than the slices save.
+A shard arrives in slices of its columns. A tile continues with each slice of K as soon as it is there, so the tile's
+own matmul hides the transfer. Each wait drains the pipeline of loads. With more waves, these waits would cost more than
+the slices save.
 
-The ``PUSHERS`` blocks that begin first (each block takes a ticket) store this rank's shard into the peers' workspace.
-They store the first slice to all peers before the second (``push.push_slice``). Then they multiply.
+Each block takes a ticket when it starts. The ``PUSHERS`` blocks with the first tickets store this rank's shard into the
+peers' workspace, slice after slice (``push.push_slice``). Then they multiply.
 
-Forward progress. When a block that is no pusher runs, all tickets of pushers have been taken by blocks that run or have
-ended. A pusher waits only for credits, which depend only on the previous call. It begins to multiply when every piece
-of its rank has been claimed. So a rank sends its shard whatever its tiles wait for, even if only one block is resident.
-All waits are bounded (``signals``).
+Forward progress. When any other block runs, all pushing blocks run or have ended. A pushing block waits only for
+credits, which depend only on the previous call. It multiplies when every piece of its rank has been claimed. So a rank
+sends its shard whatever its tiles wait for, even with one resident block. All waits are bounded (``signals``).
 
 Memory ordering, CUDA graphs: as in ``all_gather_matmul``. A slice has a flag of its own, and each wait for a slice is
 followed by a ``load_fence``.
@@ -53,14 +51,13 @@ def all_gather_matmul_slices(
     HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIASES: tl.constexpr, EPILOGUE: tl.constexpr, KEEP: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):  # fmt: skip
-    """The arguments are those of ``all_gather_matmul``, except for these.
+    """Arguments and grid as in ``all_gather_matmul``, except for these.
 
     Args:
         row_vectors: 16-byte words of a row.
         slice_inner: columns of a slice, a multiple of ``BLOCK_K``.
         slice_vectors: 16-byte words of a slice's row.
-        flags: ``signal_flag(s, part * SLICES + i)`` is the flag of slice ``i`` of part ``part`` from rank ``s``. It
-            holds the number of the last call in which this slice has arrived, counted from 1.
+        flags: ``signal_flag(s, part * SLICES + i)`` is the flag of slice ``i`` of part ``part`` from rank ``s``.
         queues: ``QUEUE_WORDS + WORLD * PARTS * SLICES`` words. Word 1 counts claimed tiles of all shards. Word 4 counts
             tickets.
     """
@@ -74,11 +71,10 @@ def all_gather_matmul_slices(
     for w in tl.static_range(COUNT):
         tiles_n += tl.cdiv(weights[w][4], BLOCK_N)
     tiles_shard = tl.cdiv(rows, BLOCK_M)
-    # The blocks that start first push, whatever their program ids are. If ids decided, waiting blocks could fill the
-    # GPU before a pusher starts.
+    # If program ids decided who pushes, waiting blocks could fill the GPU before a pushing block starts.
     sending = tl.atomic_add(queues + 4, 1, sem="relaxed") < PUSHERS
     while sending:
-        # Sizes are written as multiples of four, so the compiler knows that no mask ends inside a 16-byte word.
+        # Sizes are multiples of four, so the compiler knows that no mask ends inside a 16-byte word.
         sending = push_slice(
             words,
             peer_data,

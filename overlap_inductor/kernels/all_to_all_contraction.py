@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused``: ``all_to_all(a) @ b`` in one persistent kernel, for a matmul that contracts the exchanged dim. An
-example is the output projection of Ulysses attention. There each peer sends its own heads of this rank's tokens.
+example is the output projection of Ulysses attention: each peer sends its own heads of this rank's tokens.
 
-A tile of the result is a sum over the sources. A block begins with this rank's own part of K, which it reads in place.
-Then it adds the parts of ranks ``rank + 1``, ``rank + 2``, ... in this order. The sum is kept in fp32 and rounded once.
-The rows are cut into bands. All ranks send band 0 to all peers, then band 1, and the tiles of band 0 come first. So
-later bands arrive while the tiles of earlier bands are multiplied. If the transfers keep up, blocks wait only for the
-first band.
+A tile of the result is a sum over the sources, in fp32, rounded once. This rank's own part of K comes first and is read
+in place. Then come the parts of ranks ``rank + 1``, ``rank + 2``, ... All ranks send, and multiply, one band of rows
+after the other. So later bands arrive while earlier bands are multiplied.
 
-The first ``PUSHERS`` blocks push before they multiply (``push``). A block whose next rows have not arrived pushes
-instead of waiting, as long as there are pieces to push. Without ``SENDS`` no block pushes: the rows are sent by a
-transport that needs no SM (``copy_engine``).
+The first ``PUSHERS`` blocks push before they multiply (``push``). If a block's next rows have not arrived, it pushes
+pieces that are left. Without ``SENDS`` no block pushes: a transport that needs no SM sends the rows (``copy_engine``).
 
 A wait interrupts the pipelined loads of a loop. So only a block's first tile of a band has a loop for each source. For
-the block's other tiles of the band, all sources have arrived, and one loop reads the parts of all peers.
+its other tiles of the band, all sources have arrived, and one loop reads the parts of all peers.
 
-Forward progress, memory ordering, CUDA graphs: as in ``all_gather_matmul``. Each wait for a source is followed by a
-``load_fence``. For later tiles of the band the block does not wait again: the fences of the first tile precede the
-later tiles' loads.
+Forward progress, memory ordering, CUDA graphs: as in ``all_gather_matmul``. A ``load_fence`` follows each wait. The
+fences of the first tile of a band also precede the loads of the block's other tiles of this band.
 """
 
 from __future__ import annotations
@@ -52,22 +48,18 @@ def all_to_all_contraction(
     """``c[rows, columns] = sum over sources s of received[s] @ b[s * inner : (s + 1) * inner] + bias``. Grid: any
     number of blocks, ideally one per SM.
 
-    Args:
+    Args: see ``all_gather_matmul`` for those not listed.
         own_desc: the shard that this rank sends to itself, ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
         a: the address of the shards ``[WORLD, rows, inner]``, one for each rank.
         shard_vectors: size of a shard in 16-byte words.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``; K is ``WORLD * inner``, in the order of ranks.
         c_desc: ``[rows, columns]``, fp16 or bf16, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
-        c: any pointer to the dtype of ``c_desc``. Nothing is stored through this pointer.
-        gathered_desc: this rank's workspace ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. The rows of this
-            rank's own shard are not read.
+        c: any pointer to the dtype of ``c_desc``; never stored to.
         inner: K of a shard, a multiple of ``BLOCK_K``, so each block of ``b`` belongs to one source.
-        peer_data, peer_flags, flags, queues, calls, site, part_rows, part_vectors, BATCH, KEEP: as in
-            ``all_gather_matmul``.
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
-    # Sizes are written as multiples of four, so the compiler knows that no mask ends inside a 16-byte word.
+    # Multiples of four, so the compiler knows that no mask ends inside a 16-byte word.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -90,8 +82,7 @@ def all_to_all_contraction(
                 m, n = own_tile(turn, tiles_m, tiles_part, tiles_n, GROUP_M)
                 part = m // tiles_part
                 total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                # The first loop over K reads this rank's own part. If the parts of all peers are known to have arrived,
-                # the second loop reads all of them. Otherwise the part of each peer has a loop of its own.
+                # Loops over K: this rank's own part, then all peers' parts if they have arrived, else each peer's part.
                 for i in range(tl.where(part == seen, 2, WORLD)):
                     first = i
                     last = tl.where((part == seen) & (i > 0), WORLD, i + 1)

@@ -1,45 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused``, transport ``sm_push``: lookups in tables and the all-to-all that follows, in one kernel (fused
-embedding + all-to-all, arXiv 2305.06942). The kernel looks up the batch in this rank's tables. It stores each result
-into the workspace of the rank that needs it.
+embedding + all-to-all, arXiv 2305.06942). A rank looks up the batch in its own tables, and stores each result at the
+rank that needs it.
 
-A *slice* is the part of the batch that belongs to one rank. A block claims pieces from a queue. A piece is some bags of
-one table, all in one slice. The slices of ranks ``rank + 1``, ``rank + 2``, ... come first, and this rank's own slice
-comes last. So the last transfer runs under the lookups of the own slice. Results for a peer are stored into its
-workspace, and the peer is signalled when the last piece of its slice is stored. Own results are stored into ``out``.
-When no piece is left, a block claims copies: it waits until the results of one peer have arrived, and copies a part of
-them to ``out``. The workspace has the layout of the collective's result, so nothing is permuted.
+A *slice* is the part of the batch that belongs to one rank. A *piece* is some bags of one table and one slice. ::
 
-Numbers. A bag is summed in fp32, one row after the other in the order of its indices, starting from 0, and rounded
-once. Rows of the padding index count as 0. A mean is the sum divided by the number of rows that are not padding,
-rounded to nearest. The mean of an empty bag is 0. Torch's kernel for GPUs does the same, so its results are bitwise
-equal to these, with one exception. If samples have weights, the last bit may differ: one compiler may round the product
-of weight and row before the addition, and the other may not. Torch's kernel for CPUs sums in another order, so the last
-bit of any sum may differ. Plain rows (``BAGGED`` is False) are copied exactly.
+    claim pieces: slices of ranks ``rank + 1``, ``rank + 2``, ..., then the own slice
+        store results for a peer into its workspace; signal the peer after the last piece of its slice
+        store own results into ``out``
+    claim copies: wait for the results of one peer, copy a part of them to ``out``
 
-Errors. A ``tl.device_assert`` fails if an index is not in its table, or if a bag ends before it begins or outside the
-indices. It fails before this bag's result is stored, and before the bag's piece is signalled. Nothing outside a table
-is read. As without overlap, CUDA then reports ``device-side assert triggered``, and the context is lost. The peers
-wait for the failed rank until their patience is over. (Torch's kernel for bags does not check for negative indices and
-reads in front of the table.) Launch with the options ``debug=True`` (otherwise Triton drops asserts) and
-``sanitize_overflow=False`` (otherwise ``debug`` also adds asserts against integer overflow).
+So the last transfer runs under the lookups of the own slice.
 
-Memory ordering (``signals``). Results are stored with ordinary stores. After each piece follows ``count_and_signal``: a
-barrier and an acquire-release add to the counter of the piece's slice. The block that adds last makes one release at
-system scope. The receiver waits for the flag before it copies (``receive``). ``last_block_ends`` gives the credits
-after the last copy out of the workspace.
+Numbers. A bag is summed in fp32, in the order of its indices, and rounded once. A mean is divided by the number of rows
+that are not padding. The mean of an empty bag is 0. Torch's kernel for GPUs gives the same bits. If samples have
+weights, the last bit may differ, because a compiler may fuse multiplication and addition. Plain rows (``BAGGED`` is
+False) are copied exactly.
 
-Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. Copies wait for the
-pieces of other ranks. A block claims a copy only after all pieces of its rank are claimed, and only running blocks
-claim. So every claimed piece ends, whether or not all blocks are resident, and then every copy ends. One resident block
-on each rank is enough. All waits are bounded.
+Errors. A ``tl.device_assert`` fails if an index is not in its table. It also fails if a bag ends before it begins, or
+lies outside the indices. It fails before the bag's result is stored or signalled. CUDA then reports ``device-side
+assert triggered``, and the context is lost. The peers wait until their patience is over. Launch with ``debug=True``, so
+that Triton keeps asserts. Also launch with ``sanitize_overflow=False``, so that Triton adds no asserts against
+overflow.
 
-Aborts. If the abort word is set, nothing is stored to peers or signalled. All bits of a copied word are then set, which
-is NaN in every float format. NaN marks the failure because a replay of a CUDA graph cannot raise an error.
+Memory ordering (``signals``). ``count_and_signal`` follows the ordinary stores of a piece. The receiver waits for the
+flag before it copies (``receive``). ``last_block_ends`` gives the credits after the last copy out of the workspace.
 
-CUDA graphs. The number of the call is read from device memory. The tensors' addresses and the numbers of indices are
-read from ``facts``. In a captured graph, an earlier node writes ``facts`` from host memory that is never changed or
-freed (``lowerings.fused.table_calls``).
+Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. A block claims a
+copy only after running blocks have claimed all pieces of its rank. So all pieces end, and then all copies, even with
+one resident block on each rank.
+
+Aborts. If the abort word is set, nothing is stored to peers or signalled, and copied words become NaN.
+
+CUDA graphs. Addresses of tensors and numbers of indices are read from ``facts``. In a captured graph, an earlier node
+writes ``facts`` from host memory that is never changed or freed (``lowerings.fused.table_calls``).
 """
 
 from __future__ import annotations
@@ -64,13 +58,13 @@ TABLE_FACTS = tl.constexpr(layout.TABLE_FACTS)
 
 @triton.jit
 def _bounds(fact, index, bags, inside, all_bags, count, BAGGED: tl.constexpr):
-    """``(position of the first index, number of indices)`` of each bag, int64 and int32. A bag that is not
-    ``inside`` is empty."""
+    """``(position of the first index, number of indices)`` of each bag, int64 and int32. A bag that is not ``inside``
+    is empty."""
     begin = bags.to(tl.int64)
     end = begin + 1
     if BAGGED:
         offsets = tl.load(fact + 2).to(index.dtype)
-        # As in torch: the first bag begins at 0, and the last one ends with the indices, whatever the offsets say.
+        # As in torch, the first bag begins at 0 and the last bag ends with the indices, whatever the offsets are.
         begin = tl.load(offsets + bags, mask=inside & (bags > 0), other=0).to(tl.int64)
         end = tl.load(offsets + bags + 1, mask=inside & (bags + 1 < all_bags), other=0).to(tl.int64)
         end = tl.where(bags + 1 < all_bags, end, count)
@@ -87,8 +81,8 @@ def _look_up(
 ):  # fmt: skip
     """The results ``[BAGS, SPAN]`` of ``bags`` in one table, in the dtype of ``out``.
 
-    ``fact``: the table's facts. With ``SAVES``, what the backward graph reads is stored, too: the bag of each index,
-    and the number of rows of each bag that are not padding.
+    ``fact``: the table's facts. ``SAVES``: also store, for the backward graph, the bag of each index and each bag's
+    number of rows without padding.
     """
     table = tl.multiple_of(tl.load(fact).to(out.dtype), 16)
     indices = tl.load(fact + 1).to(index.dtype)
@@ -101,7 +95,7 @@ def _look_up(
     wrong = tl.zeros((BAGS,), tl.int32)
     padded = tl.zeros((BAGS,), tl.int32)
     for start in range(0, tl.max(length), UNROLL):
-        # All loads first, so that their latencies overlap.
+        # All loads come first, so that their latencies overlap.
         found = ()
         for step in tl.static_range(UNROLL):
             there = start + step < length
@@ -190,21 +184,21 @@ def embedding_all_to_all(
 ):  # fmt: skip
     """Grid: any number of blocks.
 
-    Args:
+    Args: see ``kernels`` for those not listed.
         out: the collective's result: from each rank a slot of ``tables * rows * WIDTH`` elements. ``out``, the tables
             and the workspace have one dtype (fp32, fp16 or bf16), are row-major, and are aligned to 16 bytes.
         facts: int64 ``[tables, TABLE_FACTS]``: see ``kernels.layout``.
-        index: any pointer to the dtype of indices and offsets, int32 or int64. Nothing is read through this pointer.
-        staging: this rank's workspace as int32 words. Slots in the order of ranks, each with the layout of a slot of
-            ``out``.
-        queues: word 0 counts claimed pieces, word 1 claimed copies, word 3 finished blocks. Word ``QUEUE_WORDS +
-            peer`` counts the pieces that are stored for ``peer``.
+        index: any pointer to the dtype of indices and offsets, int32 or int64; never read from.
+        staging: this rank's workspace as int32 words, with the layout of ``out``.
+        queues: word 0 counts claimed pieces, word 1 claimed copies, word 3 finished blocks. Word ``QUEUE_WORDS + peer``
+            counts the pieces that are stored for ``peer``.
         rows: bags of a slice. Every table has ``WORLD * rows`` bags.
         piece_rows: bags of a piece, a multiple of ``BAGS``.
         row_stride, table_stride: elements from bag to bag of a table, and from table to table, in a slot.
         slot_vectors: number of 16-byte vectors in a slot.
         WIDTH: elements of a row. A row is a whole number of 16-byte vectors.
-        BAGS, SPAN: powers of two. ``BAGS``: bags that are looked up at once. ``SPAN``: at least ``WIDTH``.
+        BAGS: bags that are looked up at once, a power of two.
+        SPAN: a power of two, at least ``WIDTH``.
         UNROLL: rows of each bag that are loaded at once.
         BAGGED: False for plain rows: bag ``i`` then holds only index ``i``.
         WEIGHTED: each row is multiplied by the weight of its sample, which has the dtype of the tables.
@@ -221,7 +215,7 @@ def embedding_all_to_all(
     result = out.to(tl.pointer_type(tl.int32), bitcast=True)
     copying = True
     while copying:
-        # A slot's size is written as a multiple of four, so the compiler knows that no mask ends inside a vector.
+        # A multiple of four, so the compiler knows that no mask ends inside a vector.
         copying = receive_piece(
             result, staging, queues + 1, flags, call, stop, patience, site, rank, signals,
             1, COPIES, slot_vectors * 4, slot_vectors * 4, slot_vectors * 4,

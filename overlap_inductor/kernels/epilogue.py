@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the Triton function that computes an epilogue on a tile, from the epilogue's program
-(``sites.epilogue_program`` defines programs).
+(``sites.epilogue_program``).
 
-The function is a compile-time argument of the kernel that calls it, so each program leads to a kernel of its own. All
-values are fp32. ``x`` is a part of a tile: a quarter of its columns (``by_quarters``), or some of its rows
-(``matmul_all_reduce``). Of an extra tensor, the function loads what this part needs: a tile, a row, a column or one
-number. Extra tensors are read by ordinary loads. These loads need no ordering, because the tensors are inputs of the
-whole launch. Forward progress: the function waits for nothing. CUDA graphs: the function's text holds no address. Its
-only numbers are constants of the program.
+The function is a compile-time argument of a kernel, so each program leads to a kernel of its own. All values are fp32.
+``x`` is a part of a tile: a quarter of its columns (``by_quarters``), or some of its rows (``matmul_all_reduce``). Of
+an extra tensor, the function loads what this part needs: a tile, a row, a column or one number.
 
-A program comes from the text of an op's argument, and becomes code. So ``source_of`` accepts only names that it knows
-and finite numbers. It also checks the syntax tree of the text that it has written, before anything runs this text.
+Memory ordering: none is needed, because extra tensors are inputs of the whole launch. Forward progress: the function
+waits for nothing. CUDA graphs: the function holds no address.
+
+A program comes from the text of an op's argument, and becomes code. So ``source_of`` accepts only known names and
+finite numbers, and checks the syntax tree of its text.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _beside(left, right):
 def by_quarters(
     EPILOGUE: tl.constexpr, tile, weight, at_m, inside_m, column, columns, extra0, extra1, dtype: tl.constexpr
 ):
-    """``tile`` with its epilogue, in ``dtype``. The epilogue is computed for one quarter of the columns after the
-    other. The result of an op on the whole accumulator would take as many registers as the accumulator itself."""
+    """``tile`` with its epilogue, in ``dtype``. Each quarter of the columns is computed by itself, because an op's
+    result on the whole tile would take many registers."""
     QUARTER: tl.constexpr = tile.shape[1] // 4
     left, right = _halves(tile)
     a, b = _halves(left)
@@ -122,8 +122,8 @@ def _argument(value: object, names: dict[str, str], op: Sequence[object]) -> str
 
 
 def _expression(op: Sequence[object], names: dict[str, str]) -> str:
-    """The Triton text of one op. Each argument is a key of ``names`` or a number. The second argument of ``to`` is in
-    ``DTYPES``."""
+    """The Triton text of one op. Each argument is a key of ``names`` or a number. Raises ``ValueError`` for an unknown
+    op, argument or dtype."""
     name, *arguments = op
     template = TRITON_OPS.get(name) if isinstance(name, str) else None
     count = 0 if template is None else 1 + max(int(number) for number in re.findall(r"{(\d)}", template))
@@ -148,9 +148,8 @@ def source_of(programs: Sequence[Program | None]) -> str:
     ``programs[i]`` for weight ``i`` of a launch.
 
     Raises:
-        ValueError: a program has no op, an op of it has too many or too few arguments, or an op, a kind or a name is
-            unknown. Or a name is read before it has a value, or a number is not finite. Or the programs read more than
-            ``MOST_EXTRAS`` extra tensors.
+        ValueError: a program has no op, an op has a wrong number of arguments, or a number is not finite. Or an op, a
+            kind or a name is unknown, or the programs read more than ``MOST_EXTRAS`` extra tensors.
     """
     lines = [f"def epilogue({', '.join(_PARAMETERS)}):"]
     first = 0
@@ -183,8 +182,8 @@ def source_of(programs: Sequence[Program | None]) -> str:
 
 
 def check_source(source: str) -> None:
-    """Raises ``ValueError`` if the text holds a node that ``source_of`` never writes, such as a second function, an
-    unknown name or a string. It does not check that the text has a function."""
+    """Raises ``ValueError`` if the text holds a node that ``source_of`` never writes, such as a string or an unknown
+    name."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         known = isinstance(node, _NODES)
@@ -218,8 +217,7 @@ def function_of(programs: tuple[Program | None, ...]) -> Any:
     """``source_of`` as a Triton function."""
     source = source_of(programs)
     name = f"<epilogue {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
-    # Triton reads a function's source by its file name. An entry of ``linecache`` without a modification time is never
-    # checked against a file.
+    # Triton reads a function's source by its file name. Without a modification time, ``linecache`` keeps this entry.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace = {"__name__": __name__, "tl": tl}
     exec(compile(source, name, "exec"), namespace)

@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals to all ranks of a group at once, and waits for many flags at once: one thread for each flag.
-
-In a group of eight ranks, one thread that released the flags one after the other would wait seven times. Each time, it
-would wait until the earlier stores are acknowledged by the peers. One thread that reads the flags one after the other
-would wait seven times for memory. Each wait takes a microsecond, a large part of a small all-reduce. Here the threads
-of one block wait side by side.
+"""Signals to all ranks of a group at once, and waits for many flags at once: one thread for each flag. A single thread
+would need a microsecond for each flag, too much for a small all-reduce.
 
 Memory ordering: as in ``signals``. A signal is ``bar.red``, after which each of several threads runs its own
-``st.release.sys``. The barrier orders the block's stores before the release of each of these threads. In a wait, each
-of several threads repeats ``ld.acquire.sys`` until its own flag has the value, and ``bar.sync`` follows. So what any of
-these threads has acquired is visible to the later loads of the whole block. Forward progress, aborts and CUDA graphs:
-as in ``signals``.
+``st.release.sys``. The barrier orders the block's stores before these releases. In a wait, each of several threads
+repeats ``ld.acquire.sys`` until its own flag has the value, and ``bar.sync`` follows. So all that these threads have
+acquired is visible to the later loads of the whole block. Forward progress, aborts and CUDA graphs: as in ``signals``.
 
-A thread that has seen the abort word set may have left out stores. The barrier before a signal tells every thread
-whether any thread of the block has seen the word set. If one has, no thread signals. This takes no more time than the
-barrier alone. A look at the abort word after the barrier would add a round trip to memory.
+A thread that has seen the abort word set may have left out stores. ``bar.red`` tells every thread whether any thread of
+the block has seen the word set. If one has, no thread signals.
 """
 
 from __future__ import annotations
@@ -50,8 +44,8 @@ mov.u32 $0, 0;
 }
 """)
 
-# As ``signals._WAIT``, but thread ``t`` waits for a flag of its own. This flag is ``(t / $4) * $5 + (t % $4) *
-# FLAG_WORDS`` words after the first flag. The clock is first read at the first look at the abort word.
+# As ``signals._WAIT``, but thread ``t`` waits for its own flag, ``(t / $4) * $5 + (t % $4) * FLAG_WORDS`` words after
+# the first flag. The clock is first read at the first look at the abort word.
 _WAIT = tl.constexpr(f"""
 {{
 .reg .pred other, done, stopped, early, looks, first;
@@ -134,14 +128,13 @@ if triton.knobs.runtime.interpret:
     signal_ranks, wait_for_all = _signal_twin, _wait_twin
 else:
     signal_ranks, wait_for_all = _signal_ranks, _wait_for_all
-"""``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: sets one int32 word in the flags of every rank
-but ``left_out`` (``-1``: of all ranks). ``word`` is the word's index, ``value`` its new value. A thread that acquires
-the value also sees the block's earlier stores. ``looked``: what each thread got from ``signals.look``. If it is not 0
-in some thread of the block, nothing is signalled. ``peer_flags``: int64 ``[WORLD]``, the addresses of the ranks' flags.
-The block has at least ``WORLD`` threads.
+"""``signal_ranks(peer_flags, word, value, left_out, looked, WORLD)``: sets int32 word number ``word`` in the flags of
+every rank but ``left_out`` (``-1``: of all ranks) to ``value``. A thread that acquires the value also sees the block's
+earlier stores. ``looked``: what each thread got from ``signals.look``. If it is not 0 in some thread of the block,
+nothing is signalled. The block has at least ``WORLD`` threads.
 
 ``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: waits until the flags
-of all sources but ``left_out`` are at least ``target``. ``sources``: number of sources. ``each``: number of flags of a
-source, ``FLAG_WORDS`` words apart. ``first``: the first flag of source 0. ``stride``: int32 words from source to
-source. A fault record names source ``s`` as ``peer + s``. The block has at least ``sources * each`` threads.
+of all ``sources`` but ``left_out`` have reached ``target``. A source has ``each`` flags, ``FLAG_WORDS`` words apart.
+``first``: the first flag of source 0. ``stride``: int32 words from source to source. A fault record names source ``s``
+as ``peer + s``. The block has at least ``sources * each`` threads.
 """

@@ -2,10 +2,9 @@
 """Schedule ``fused``: ``all_reduce(a @ b)`` in one persistent kernel. Some blocks send and sum what the others
 multiply.
 
-If a block sends each tile that it has multiplied (``matmul_reduce_scatter``), the tile holds up the block's next loads
-for as long as the link takes. The matmul and the link then take turns on an SM, and less than one of the all-reduce's
-two legs is hidden. Here a tile goes to this rank's ``product``, in the collective's dtype, and is sent from there.
-There are four kinds of work, each with a queue of its own, in the order of bands: ::
+If a block sent its own tiles (``matmul_reduce_scatter``), the link would hold up its next loads. Here a block stores
+each tile to this rank's ``product``, in the collective's dtype, and other blocks send it. There are four kinds of work.
+Each has a queue, in the order of bands: ::
 
     tile    multiply a tile of any rank's shard into ``product``; in a band the peers' shards come first, the own last
     push    copy ``UNIT`` neighbouring tiles of a peer's shard from ``product`` to that peer's workspace;
@@ -14,9 +13,7 @@ There are four kinds of work, each with a queue of its own, in the order of band
             store it into ``out`` and to all peers
     copy    copy a finished tile of a peer's shard from the workspace into ``out``
 
-The first ``PUSHERS`` blocks do whatever is ready of ``push``, ``sum`` and ``copy``, in this order, and multiply a tile
-if nothing is ready. The others multiply; when all tiles are taken they do the same as the first blocks. Eight SMs that
-store to all peers at once fill a GPU's links (8 H200s, ``bench/results/turns.jsonl``). ::
+The first ``PUSHERS`` blocks push. On 8 H200s, eight SMs that store to all peers fill a GPU's links. ::
 
     while there is work:
         if this block pushes, or all tiles are taken:
@@ -26,25 +23,29 @@ store to all peers at once fill a GPU's links (8 H200s, ``bench/results/turns.js
                 if it is ready: do it, and begin again
         if a tile is left: multiply it
 
-Forward progress. Apart from credits, which depend only on the previous call, a block waits only when all tiles are
-taken. By then each tile is finished, in progress, or claimed by a block that multiplies it before it waits for
-anything. A push waits only for tiles of this rank. So all pushes end, whatever else happens. A sum waits for the pushes
-of its band, on all ranks. A block waits for a sum only when no push is left, and for a copy only when no sum is left.
-So all sums end, and then all copies. Work of each kind is claimed in the queue's order, so this holds with one resident
-block per rank as well as with all blocks resident. All waits are bounded (``signals``).
+Forward progress, with any number of resident blocks. All waits are bounded (``signals``), and they end:
 
-Memory ordering. A tile is stored by bulk stores. Then come ``store_fence``, a barrier, and one thread's releasing add
-to a word of ``ready``, at GPU scope. A block that sends or sums the tile acquires that word, clears it, and loads the
-tile past L1.
+* Credits depend only on the previous call.
+* Every other wait begins when all tiles are taken. Each tile is then finished, or its block multiplies it before it
+  waits.
+* A push waits only for tiles of this rank. So all pushes end.
+* A sum waits for the pushes of its band, on all ranks. A block waits for a sum only when no push is left. So all sums
+  end.
+* A block waits for a copy only when no sum is left. So all copies end.
 
-``product`` may be the same memory as ``out`` (if shards are whole tiles). A copy then overwrites this rank's partial
-sums of a peer's tile. The copy waits for the peer's flag of the finished band. The peer sets this flag after it has
-received all of this rank's partial sums of the band, so nothing reads them in ``product`` any more. A sum overwrites an
-own tile: the threads that store the sum have read this tile before.
-
+Memory ordering. After a tile's bulk stores come ``store_fence``, a barrier, and one thread's releasing add to a word of
+``ready`` (GPU scope). A block that sends or sums the tile acquires that word, clears it, and loads the tile past L1.
 Stores to peers are ordinary stores, followed by ``count_and_signal``. The workspace is written again only after the
-credits that the last block gives, and ``product`` only by the next call on the stream. CUDA graphs: flags are compared
-with the number of the call, which is read from device memory and incremented by the last block."""
+credits that the last block gives.
+
+If shards are whole tiles, ``product`` may be the same memory as ``out``:
+
+* A copy overwrites partial sums of a peer's tile. It has waited for the peer's finished band, so the peer has received
+  all these partial sums.
+* A sum overwrites an own tile. The threads that store the sum have read this tile before.
+
+CUDA graphs: as in ``kernels``.
+"""
 
 from __future__ import annotations
 
@@ -80,14 +81,13 @@ PUSH_QUEUE = tl.constexpr(2)
 SUM_QUEUE = tl.constexpr(3)
 COPY_QUEUE = tl.constexpr(4)
 NOTHING_QUEUE = tl.constexpr(6)
-"""Words of ``queues``. After a tile, a pushing block claims from ``NOTHING_QUEUE`` instead of the tiles' queue, and
-does not read the answer."""
+"""Words of ``queues``. After a tile, a pushing block claims from ``NOTHING_QUEUE`` and ignores the answer."""
 
 
 @triton.jit
 def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """``(shard, m, n)`` of turn ``turn`` of the matmul: band after band, in each band the peers' shards, then this
-    rank's own."""
+    """``(shard, m, n)`` of turn ``turn`` of the matmul. Bands come one after the other; in each band, this rank's own
+    shard is last."""
     whole = tiles_part * tiles_n * WORLD
     band = turn // whole
     rest = turn - band * whole
@@ -109,8 +109,8 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
 
 @triton.jit
 def _is_there(flag, target):
-    """Whether a flag has reached ``target``, with the same answer for all threads. If it has, the data that were
-    written before the flag may be loaded."""
+    """Whether a flag has reached ``target``, with the same answer for all threads. If so, the data that were written
+    before the flag may be loaded."""
     there = reached(tl.atomic_add(flag, 0, sem="acquire", scope="sys"), target)
     tl.debug_barrier()
     return there
@@ -120,8 +120,8 @@ def _is_there(flag, target):
 def _flush(
     sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD: tl.constexpr
 ):
-    """Count a push whose stores have been started. ``sent``: ``shard * parts + band`` of the push, or -1 if there is
-    none to count. Returns -1."""
+    """Count a push whose stores have been started. ``sent``: ``shard * parts + band`` of the push, or -1 for none.
+    Returns -1."""
     if sent >= 0:
         shard = sent // parts
         part = sent % parts
@@ -134,7 +134,7 @@ def _flush(
 
 @triton.jit
 def _places(row, column, columns, limit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets and mask of a tile in rows of ``columns`` elements. The mask admits columns below ``limit``."""
+    """Offsets and mask of a tile in rows of ``columns`` elements."""
     at_n = column + tl.arange(0, BLOCK_N)
     return (row + tl.arange(0, BLOCK_M))[:, None].to(tl.int64) * columns + at_n[None, :], (at_n < limit)[None, :]
 
@@ -145,7 +145,7 @@ def _sum_tile(
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """Sum tile ``(m, n)`` of this rank's own shard, and store it into ``out`` and into every peer's workspace. The
-    epilogue is applied to what goes to ``out`` only."""
+    epilogue is applied only to what goes to ``out``."""
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_n = at_n < columns
     allowed = inside_n & may_store(stop)
@@ -196,8 +196,8 @@ def _copy_tile(
     SLAB: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """Copy tile ``(m, n)`` of a peer's finished shard, with its epilogue, into ``out``. The peer's shard begins at row
-    ``first_row`` of ``out``."""
+    """Copy tile ``(m, n)`` of a peer's finished shard, with its epilogue, into ``out``. ``first_row``: the shard's
+    first row in ``out``."""
     one = unless_aborted(1.0, stop)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     for first in range(m * BLOCK_M, m * BLOCK_M + BLOCK_M, SLAB):
@@ -216,8 +216,8 @@ def _copy_tile(
 
 @triton.jit
 def _credited(credits, peer, flags, call, stop, patience, site):
-    """Wait until ``peer`` has ended the calls before this one, unless the bit of ``peer`` in ``credits`` is set.
-    Returns ``credits`` with this bit set."""
+    """Wait until ``peer`` has ended the calls before this one, unless its bit in ``credits`` is set. Returns
+    ``credits`` with this bit set."""
     if ((credits >> peer) & 1) == 0:
         wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
     return credits | (tl.cast(1, tl.int64) << peer)
@@ -234,26 +234,24 @@ def matmul_all_reduce(
 ):  # fmt: skip
     """Grid: any number of blocks, ideally one per SM.
 
-    Args:
+    Args: see ``kernels`` for those not listed.
         a_desc: ``[limit, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
-        product, product_desc: ``[WORLD * padded, columns]`` of ``out``'s dtype, where ``padded`` is ``rows`` rounded up
-            to whole tiles; blocks ``[BLOCK_M, BLOCK_N]``, half as wide with ``HALVES``.
-        ready: int32, a word for each tile of ``product`` in the order of its rows, zero between calls. In a peer's
-            shard, the word of the first of ``UNIT`` tiles counts how many of these are written. In this rank's own
-            shard, a tile's word says whether the tile is written.
+        product, product_desc: ``[WORLD * padded, columns]`` of ``out``'s dtype; ``padded`` is ``rows`` rounded up to
+            whole tiles. Blocks ``[BLOCK_M, BLOCK_N]``, half as wide with ``HALVES``.
+        ready: int32, one word for each tile of ``product``, zero between calls. In a peer's shard, the word of the
+            first of ``UNIT`` tiles counts the written tiles among them. In the own shard, a word says whether its tile
+            is written.
         out: this rank's result, all shards ``[limit, columns]``.
         rows, limit: rows of a shard, and of all shards together. The last shards may be short.
-        staging: this rank's workspace, in the dtype of ``out``: first the partial sums from each source,
-            ``[WORLD, padded, columns]``, then the finished shards in the same shape.
-        flags: ``signal_flag(s, i)`` holds the number of the call whose band ``i`` has arrived from source ``s``.
-            ``signal_flag(s, parts + i)`` holds the number of the call whose finished band ``i`` has arrived.
-        parts: bands of a shard. Not compiled in: with dynamic sizes there may be any number.
-        peer_data, peer_flags, part_rows, signals, scale, EPILOGUE: as ``matmul_reduce_scatter``.
-        queues: int32 ``[QUEUE_WORDS + (WORLD + 1) * parts]`` in this rank's own memory, zero between calls. Words 0 to
-            4: tiles claimed, blocks that have finished, pushes, sums and copies claimed. Word 6: ``NOTHING_QUEUE``.
-            From word ``QUEUE_WORDS`` on: pushes counted for each rank and band, then sums of each band.
-        calls: int32, one word in this rank's own memory: number of calls that have ended.
+        staging: this rank's workspace, in the dtype of ``out``: partial sums from each source, ``[WORLD, padded,
+            columns]``, then the finished shards in the same shape.
+        flags: ``signal_flag(s, i)``: partial sums of band ``i`` from source ``s``. ``signal_flag(s, parts + i)``:
+            finished band ``i`` of rank ``s``.
+        part_rows, parts: rows of a band, a multiple of ``BLOCK_M``; bands of a shard.
+        queues: ``[QUEUE_WORDS + (WORLD + 1) * parts]``. Words 0 to 4: tiles claimed, blocks that have finished, pushes,
+            sums and copies claimed. Word 6: ``NOTHING_QUEUE``. From word ``QUEUE_WORDS`` on: pushes counted for each
+            rank and band, then sums of each band.
         SLAB: rows of a tile that are summed or copied at once.
     """
     call = tl.load(calls)
@@ -317,8 +315,8 @@ def matmul_all_reduce(
                     end = tl.where(may_store(stop), tl.minimum((n + UNIT) * BLOCK_N, columns), 0)
                     at, inside = _places(m * BLOCK_M, n * BLOCK_N, columns, end, BLOCK_M, BLOCK_N)
                     moved = tl.load(source + at, mask=inside, cache_modifier=".cg")
-                    # ``_flush`` waits until the previous push's stores have arrived. It is called after the claim, the
-                    # look and the load above, because the stores can arrive meanwhile.
+                    # ``_flush`` waits until the previous push's stores have arrived. The claim, the look and the load
+                    # above run meanwhile.
                     sent = _flush(
                         sent,
                         queues,
@@ -451,8 +449,8 @@ def matmul_all_reduce(
                     TRANSPOSED,
                     BIAS,
                 )
-                # A pushing block claims a tile only when no other work is ready. If it claimed the tile earlier, other
-                # blocks could wait for this tile while the pushing block does other work.
+                # A pushing block claims no further tile here. It may do other work first, while other blocks wait for
+                # the tile.
                 following = claim(queues + tl.where(pushes_first, NOTHING_QUEUE, 0), THREADS)
                 store_tile(
                     product_desc, shard * padded + m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES

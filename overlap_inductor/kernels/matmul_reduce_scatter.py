@@ -1,37 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused``: ``reduce_scatter(a @ b)`` and ``all_to_all(a @ b)`` in one persistent kernel. A block sends each
-tile of a peer's shard as soon as the block has multiplied the tile.
+tile of a peer's shard as soon as it has multiplied the tile.
 
-A rank's product is divided into one shard for each rank, all of equal size, and a shard is cut into ``parts`` bands of
-rows. When a tile of another rank's shard is summed over K, it goes to that rank's workspace, in the collective's dtype.
-All tiles of the peers' shards come first, band after band. At any time, about equally many tiles are in transfer to
-each peer (``departing``). This rank's own tiles come last. In a reduce-scatter, an own tile is summed in fp32 with the
-partial sums that have arrived for it, and rounded once (numerics ``preserve``).
+A rank's product consists of one shard for each rank, and a shard of ``parts`` bands of rows. The order of tiles:
 
-With ``EXCHANGES``, the kernel computes an all-to-all: nothing is summed. An own tile is stored into the result. What
-the peers have sent is copied from the workspace into the result (``receive``). After each own tile, a block copies a
-few pieces that have arrived. The remaining pieces are copied at the end. So most copies run under the matmul of the own
-tiles.
+1. Tiles of the peers' shards, band after band. Each goes to its rank's workspace, in the collective's dtype. At any
+   time, about equally many tiles are in transfer to each peer (``departing``).
+2. This rank's own tiles. In a reduce-scatter, an own tile and the partial sums that have arrived for it are summed in
+   fp32, and rounded once.
 
-A tile is sent by a bulk store out of shared memory. The store continues under the next tile's matmul. When it is done,
-the tile is counted (``_flush``). Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks would
-send their tiles at the same moments, and loads would queue behind these stores in each SM's copy unit.
+With ``EXCHANGES``, the kernel computes an all-to-all. An own tile is stored into the result. What the peers have sent
+is copied from the workspace into the result (``receive``), after own tiles and at the end.
 
-Forward progress. Tiles are claimed from one queue, on every rank in the order above. A block may hold one later turn
-besides its current one (``claim``). Before a block sums an own tile of band ``p``, it waits for the partial sums of
-band ``p`` from all peers. In a peer's queue, the tiles of these partial sums come before the peer's own tiles. So no
-wait depends on itself, with one resident block per rank as well as with all blocks resident. A block that waits has
-counted what it has stored.
+A bulk store sends a tile out of shared memory, under the next tile's matmul. When the store is done, the tile is
+counted (``_flush``). Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks would send, and
+delay loads, at the same moments.
 
-A block of an all-to-all claims a copy only after it has multiplied an own tile, or when no tile is left. By then all
-tiles that its rank sends are claimed by blocks that run, and this block has counted the tiles that it sent. While the
-block waits, it may hold a turn. The tile of this turn is an own tile, which no other rank needs. Credits depend only on
-the previous call. All waits are bounded (``signals``).
+Forward progress, with any number of resident blocks. All waits are bounded (``signals``), and they end:
 
-Memory ordering. Bulk stores are followed by ``store_fence``, then by ``count_and_signal``. The last tile of a band sets
-the flag to the number of the call. The receiver waits and loads by ordinary loads that bypass L1. The workspace is
-written again after the credits that the last block gives. CUDA graphs: the number of the call is read from device
-memory and incremented by the last block.
+* Credits depend only on the previous call.
+* An own tile of band ``p`` waits for the partial sums of band ``p`` from all peers. In a peer's queue, these tiles come
+  before the peer's own tiles. So no wait depends on itself.
+* In an all-to-all, a block claims a copy only after an own tile, or when no tile is left. By then, running blocks have
+  claimed all tiles that the rank sends, and this block has counted those that it sent. So no peer waits for this block.
+
+Memory ordering. Bulk stores are followed by ``store_fence``, then by ``count_and_signal``. The receiver waits for the
+flag and loads by ordinary loads that bypass L1. The workspace is written again after the credits that the last block
+gives. CUDA graphs: as in ``kernels``.
 """
 
 from __future__ import annotations
@@ -92,7 +87,7 @@ def _flush(
     pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD: tl.constexpr
 ):
     """Wait until the bulk stores of a tile are done, and count the tile. ``pending``: ``shard * parts + band`` of the
-    tile, or -1 if there is none to count. Returns -1."""
+    tile, or -1 for none. Returns -1."""
     if pending >= 0:
         store_fence()
         shard = pending // parts
@@ -112,7 +107,7 @@ def _sum_own(
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """Add the partial sums of all peers to an own tile, apply the epilogue, and store the tile. ``seen``: the band for
-    which the block has waited already."""
+    which the block has already waited."""
     if seen != part:
         for step in range(1, WORLD):
             source = (rank + step) % WORLD
@@ -153,31 +148,22 @@ def matmul_reduce_scatter(
 ):  # fmt: skip
     """Grid: any number of blocks, ideally one per SM.
 
-    Args:
+    Args: see ``kernels`` for those not listed.
         a_desc: ``[WORLD * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``. With ``BY_COLUMNS``: ``[rows, inner]``.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
-        out: this rank's result: its shard ``[rows, columns]``. With ``EXCHANGES``, it is a shard from each rank:
-            ``[WORLD * rows, columns]``.
+        out: this rank's shard of the result ``[rows, columns]``. With ``EXCHANGES``, a shard from each rank: ``[WORLD *
+            rows, columns]``.
         rows, columns: sizes of a shard.
-        EPILOGUE: ``None``, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``. It is applied
-            to this rank's reduced result only, not to the tiles that are sent.
-        staging: this rank's workspace ``[WORLD, padded, columns]`` of ``out``'s dtype: what has arrived from each
-            source. ``padded`` is ``rows`` rounded up to whole tiles.
-        peer_data, peer_flags: int64 ``[WORLD]``, addresses of the peers' workspace and flags.
-        flags: ``signal_flag(s, i)`` holds the number of the call whose band ``i`` has arrived from source ``s``.
-        queues: int32 ``[QUEUE_WORDS + WORLD * parts]`` in this rank's own memory, zero between calls. Words 0, 1 and 2
-            count tiles claimed, blocks that have finished, and copies claimed. Words from ``QUEUE_WORDS`` on count
-            tiles stored.
-        calls: int32, one word in this rank's own memory: number of calls that have ended.
-        site: number under which a fault record names the site.
-        part_rows: rows of a band, a multiple of ``BLOCK_M``.
-        parts: bands of a shard.
-        scale: factor of the sum (1, or ``1 / WORLD`` for an average).
-        BATCH: after this many tiles, a block waits until its last store has left shared memory.
-        BY_COLUMNS: a shard consists of columns of the product ``[rows, WORLD * columns]``, not of rows. This parameter
-            and the following ones are used only with ``EXCHANGES``.
-        copies: pieces in which a band of one peer is copied into the result, ``COPY`` int32 words at a time.
-        EARLY: largest number of pieces that a block copies after each own tile.
+        EPILOGUE: is applied only to this rank's reduced result.
+        staging: this rank's workspace ``[WORLD, padded, columns]`` of ``out``'s dtype. ``padded`` is ``rows`` rounded
+            up to whole tiles.
+        flags: ``signal_flag(s, i)`` is the flag of band ``i`` from source ``s``.
+        queues: ``[QUEUE_WORDS + WORLD * parts]``. Words 0, 1 and 2 count tiles claimed, blocks that have finished, and
+            copies claimed. Words from ``QUEUE_WORDS`` on count tiles stored.
+        part_rows, parts: rows of a band, a multiple of ``BLOCK_M``; bands of a shard.
+        BY_COLUMNS: with ``EXCHANGES``, a shard consists of columns of the product ``[rows, WORLD * columns]``.
+        copies: with ``EXCHANGES``, pieces in which a band of one peer is copied, ``COPY`` int32 words at a time.
+        EARLY: with ``EXCHANGES``, largest number of pieces that a block copies after each own tile.
     """
     STORE_N: tl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
     call = tl.load(calls)
@@ -186,7 +172,7 @@ def matmul_reduce_scatter(
     tiles_part = part_rows // BLOCK_M
     padded = tiles_shard * BLOCK_M
     everything = tiles_shard * tiles_n * WORLD
-    # The size is written as a multiple of four, so the compiler knows that no mask ends inside a 16-byte word.
+    # A multiple of four, so the compiler knows that no mask ends inside a 16-byte word.
     row_words = columns // 8 * 4
     peers = ()
     for ahead in tl.static_range(1, WORLD):
@@ -208,7 +194,7 @@ def matmul_reduce_scatter(
             if turn < everything:
                 shard, m, n = _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
                 if shard == rank:
-                    # Without this, the last tile that was sent would be counted only after this tile is multiplied.
+                    # Peers need the last tile that was sent, so it is counted before this tile is multiplied.
                     pending = _flush(
                         pending,
                         queues,

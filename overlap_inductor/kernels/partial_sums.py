@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``chunked``: add up the partial sums that have arrived, in fp32 and rounded once, and exchange the finished
-rows with all peers.
+"""Schedule ``chunked``: add up the partial sums that have arrived, and exchange the finished rows with all peers.
 
 Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` runs after the waits for what it
-reads. Its last block signals what all blocks have stored to peers. Each block stores, passes a barrier and does an
-acquire-release add, so the last block's releases are cumulative over all of these stores. ``receive_rows`` does not
-wait: a kernel before it waits for the rows. ``receive_rows`` fills the GPU. If it waited, a kernel on this rank's other
-stream might never start, and a peer may be waiting for that kernel.
+reads. Its last block signals what all blocks have stored (``count_and_signal_all``). ``receive_rows`` fills the GPU, so
+an earlier kernel waits for its rows. If ``receive_rows`` waited, a kernel that a peer needs might find no room.
 """
 
 from __future__ import annotations
@@ -23,10 +20,8 @@ def sum_partials(
     own, out, staging, peer_data, peer_flags, queues, calls, stop, rank, index, signals, vectors, gathered, scale,
     WORLD: tl.constexpr, VECTOR: tl.constexpr, BROADCAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``out = scale * (own + sum of staging[source] over all other sources)``, in fp32, rounded once. Grid: any number
-    of blocks.
-
-    Sources are added in the order ``rank + 1, rank + 2, ...``, so a rank's result is the same in every run.
+    """``out = scale * (own + sum of staging[source] over all other sources)``, in fp32, rounded once. Sources are added
+    in the order ``rank + 1, rank + 2, ...`` Grid: any number of blocks.
 
     Args:
         own, out: ``[vectors * VECTOR]`` elements of one dtype; a vector is 16 bytes.
@@ -46,7 +41,7 @@ def sum_partials(
         result = (total * scale).to(out.dtype.element_ty)
         tl.store(out + at, result, mask=inside)
         if BROADCAST:
-            # If the wait for credits, which ran before this kernel, was given up, nothing is stored to peers.
+            # If an earlier kernel's wait for credits was given up, nothing is stored to peers.
             allowed = inside & may_store(stop)
             for step in tl.static_range(1, WORLD):
                 to = (
@@ -65,12 +60,9 @@ def receive_rows(
     out, finished, rank, vectors,
     WORLD: tl.constexpr, STRIPES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy every peer's finished shard from the workspace to ``out``. ``finished`` and ``out`` are
-    ``[WORLD, vectors * VECTOR]``. Grid: ``(WORLD - 1) * STRIPES``.
-
-    A shard is cut into ``STRIPES`` interleaved stripes. Neighbouring blocks copy different shards. The shard of
-    ``rank + 1`` comes first.
-    """
+    """Copy every peer's finished shard from the workspace to ``out``. ``finished`` and ``out`` are ``[WORLD, vectors *
+    VECTOR]``. Neighbouring blocks copy different shards, each in ``STRIPES`` interleaved stripes. Grid: ``(WORLD - 1) *
+    STRIPES``."""
     source = (rank + 1 + tl.program_id(0) % (WORLD - 1)) % WORLD
     elements = vectors * VECTOR
     skipped = tl.cast(source, tl.int64) * vectors * VECTOR

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport ``sm_push`` inside the all-gather kernels of schedule ``fused``: blocks of the kernel itself store a shard
-into every peer's workspace. For an all-to-all (``SCATTERED``), each peer gets a shard of its own. (For schedule
-``chunked``, ``kernels.transfer.push_parts`` does this.)
+into every peer's workspace. For an all-to-all (``SCATTERED``), each peer gets a shard of its own.
 
-Data are stored to peers, not loaded from them. By storing to a peer, a thread block moves several times as many bytes
-through NVLink as by loading from it. The shard is cut into parts and a part into pieces, which blocks claim from a
-queue. A part (in ``push_slice``: a slice of a part) is signalled when its last piece is stored.
+A block stores to peers several times as fast as it loads from them. The shard is cut into parts and a part into pieces,
+which blocks claim from a queue. A part (in ``push_slice``: a slice of a part) is signalled when its last piece is
+stored.
 
 Memory ordering: ordinary stores, then ``count_and_signal``. Forward progress: a piece waits only for the peer's credit,
-which depends only on the previous call. CUDA graphs: ``call`` is read from device memory by the kernel that pushes.
+which depends only on the previous call. CUDA graphs: as in ``kernels``.
 """
 
 from __future__ import annotations
@@ -52,22 +51,22 @@ def push_piece(
     """Claim one piece of this rank's shard for one receiver, and store the piece in the receiver's workspace. Returns
     whether a piece was left.
 
-    ``words``: the shard as int32 ``[shard_words]``, aligned to 16 bytes. In a receiver's workspace (``peer_data``,
-    int64 ``[WORLD]`` addresses) the shard begins at word ``rank * shard_words``. With ``SCATTERED``, ``words`` holds a
-    shard for each rank, in the order of ranks. The receivers are all peers, and with ``KEEP`` this rank, too. A part is
-    ``part_words`` words in ``PIECES`` pieces, stored ``BLOCK`` words at a time. ``queues``: word 0 counts claims.
-    Words ``QUEUE_WORDS + peer * PARTS + part`` count stored pieces. ``flags``: this rank's flags. ``peer_flags``: the
-    addresses of the peers' flags.
+    Args: see ``kernels`` for those not listed.
+        words: the shard as int32 ``[shard_words]``, aligned to 16 bytes. It goes to word ``rank * shard_words`` of the
+            receiver's workspace. With ``SCATTERED``: a shard for each rank, in the order of ranks.
+        queues: word 0 counts claims. Words ``QUEUE_WORDS + peer * PARTS + part`` count stored pieces.
+        part_words, PIECES: words and pieces of a part.
+        BLOCK: words that are stored at once.
+        KEEP: this rank is a receiver, too.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
-    # With KEEP the last of the receivers is this rank itself.
+    # With KEEP, this rank is the last receiver.
     RECEIVERS: tl.constexpr = WORLD if KEEP else WORLD - 1
     there = i < PARTS * PIECES * RECEIVERS
     if there:
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
-        # A part goes to one peer after the other, so that the first peer has it soon. Peer ``rank - 1`` comes first,
-        # because that peer multiplies this rank's shard before the shards of its other peers
+        # Peer ``rank - 1`` gets each part first, because it multiplies this rank's shard first
         # (``tile_order.arriving``).
         peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
         piece = rest % PIECES
@@ -105,8 +104,8 @@ def push_until(
     WORLD: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):  # fmt: skip
-    """Push pieces until ``flag`` has reached ``target`` or no piece is left. This orders no memory accesses: the caller
-    waits for the flag afterwards. The other arguments are those of ``push_piece``."""
+    """Push pieces until ``flag`` has reached ``target`` or no piece is left. The caller must still wait for the flag.
+    The other arguments are those of ``push_piece``."""
     sending = not has_come(flag, target)
     while sending:
         sent = push_piece(
@@ -142,13 +141,12 @@ def push_slice(
     KEEP: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):
-    """As ``push_piece``, but a part is sent in slices of its columns. The pieces of a slice are claimed for all peers
-    before those of the next slice. So a matmul can begin with the first columns of the first part of each shard. Words
-    ``QUEUE_WORDS + (peer * PARTS + part) * SLICES + slice`` of ``queues`` count stored pieces.
+    """As ``push_piece``, but a part is sent in slices of its columns. All peers get a slice before the next slice
+    begins, so a matmul can begin with the first columns.
 
     The shard is ``[rows, row_words]``. A slice of a part is ``part_rows`` rows of ``slice_words`` words, in ``PIECES``
-    pieces of rows, stored ``[ROWS, COLUMNS]`` words at a time. Signal ``part * SLICES + slice``: that slice has
-    arrived.
+    pieces of rows, stored ``[ROWS, COLUMNS]`` words at a time. It has signal ``part * SLICES + slice``, and word
+    ``QUEUE_WORDS + (peer * PARTS + part) * SLICES + slice`` of ``queues``.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
     RECEIVERS: tl.constexpr = WORLD if KEEP else WORLD - 1

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy out of the workspace what the peers have sent. These functions are called by kernels of schedule ``fused``
-that also send.
+"""Copy out of the workspace what the peers have sent. Kernels of schedule ``fused`` that also send call these
+functions.
 
-What one peer sends fills a *slot*. A slot is cut into parts, and a part into pieces. Blocks claim the pieces from a
-queue. The sender of a part sets the part's flag (``signals.signal_flag``).
+What one peer sends fills a *slot*. A slot is cut into parts, and a part into pieces, which blocks claim from a queue.
 
 Memory ordering: the block waits for the part's flag by an acquire, a barrier follows, and its loads bypass L1.
 
-Forward progress: a block claims a piece here only when blocks of its rank have claimed everything that the rank sends.
-The block has also counted what it has stored itself. So a wait for a peer depends on nothing that this block holds
-back.
+Forward progress: a block claims a piece here only when running blocks have claimed everything that its rank sends. The
+block has also counted its own stores. So no peer waits for this block while it waits for a peer.
 
-CUDA graphs: ``call`` is read from device memory by the kernel that copies.
-
-If the group was aborted, all bits of every copied word are set, which is NaN in every float format. NaN marks the
-failure because a replay of a CUDA graph cannot raise an error.
+CUDA graphs: as in ``kernels``. Aborts: copied words become -1, which is NaN in every float format.
 """
 
 from __future__ import annotations
@@ -32,15 +27,15 @@ from overlap_inductor.kernels.signals import wait_at_least
 
 @triton.jit
 def _part_of(i, rank, copies, WORLD: tl.constexpr):
-    """``(source, part)`` of piece ``i``. Part 0 of all peers comes first. Within a part, the peers come in the order in
-    which they store to this rank: rank ``r`` stores to rank ``r + 1`` first."""
+    """``(source, part)`` of piece ``i``. Part 0 of all peers comes first. Within a part, peers come in the order in
+    which they store to this rank."""
     whole = (WORLD - 1) * copies
     return (rank + WORLD - 1 - i % whole // copies) % WORLD, i // whole
 
 
 @triton.jit
 def may_receive(queue, flags, call, rank, signals, parts, copies, WORLD: tl.constexpr):
-    """Whether a piece is left, and the next piece's part has arrived. Another block may claim that piece first."""
+    """Whether a piece is left and the next piece's part has arrived. Another block may claim that piece first."""
     i = tl.atomic_add(queue, 0, sem="relaxed")
     left = i < (WORLD - 1) * parts * copies
     source, part = _part_of(tl.where(left, i, 0), rank, copies, WORLD)
@@ -57,12 +52,11 @@ def receive_piece(
 
     Args:
         result: int32 words of the result: slots of ``slot_words`` words, in the order of ranks.
-        staging: int32 words of this rank's workspace: slots of ``staged_words`` words. ``staged_words`` is at least
-            ``slot_words``.
+        staging: int32 words of this rank's workspace: slots of ``staged_words`` words, at least ``slot_words``.
         queue: the word that counts claimed pieces.
         parts, part_words: parts of a slot, and words of a part. The last part may be shorter.
         copies: pieces of a part.
-        BLOCK: words that a block copies at once.
+        BLOCK: words that are copied at once.
     """
     i = tl.atomic_add(queue, 1, sem="relaxed")
     there = i < (WORLD - 1) * parts * copies

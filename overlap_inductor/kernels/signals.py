@@ -1,57 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals between GPUs: how a kernel releases data to a peer, waits for a bounded time, and records a fault.
+"""Signals between GPUs: how a kernel signals a peer, waits for a signal for a bounded time, and records a fault.
 
-A flag is one int32 in symmetric memory. It has 128 bytes to itself. Until the group is aborted, a flag only grows
-(modulo 2**32). A wait is for *at least* a value, because a peer, and so its flag, may be one call ahead. A flag counts
-as reached if it equals the target, or is ahead of it by less than ``WINDOW`` (``reached``). So a flag that was last
-written 2**31 calls ago does not count as reached.
+A flag is one int32 in symmetric memory, with 128 bytes to itself. Until an abort, a flag only grows (modulo 2**32). A
+kernel waits until a flag has ``reached`` a target. A peer that is one call ahead may have set a larger value.
 
-Memory ordering (PTX memory model, section 8). A signal is ``bar.sync`` followed by one thread's ``st.release.sys`` or
-``red.release.sys``. The barrier orders the block's stores before that thread's release. Release is cumulative, so a
-thread that acquires the value sees all of these stores. A wait is one thread's ``ld.acquire.sys``, repeated until the
-value is there, followed by ``bar.sync``: the block's later loads come after it. Both barriers are explicit because
-Triton 3.6 puts none around atomics. Barriers, releases and acquires order ordinary loads and stores only. Loads and
-stores by the bulk copy unit belong to another proxy. So ``store_fence`` goes between bulk stores and their signal, and
-``load_fence`` goes between a wait and bulk loads.
+Memory ordering (PTX memory model, section 8).
 
-Triton compiles a descriptor's store for Hopper GPUs as follows. First the tile is stored to shared memory. Then come
-``fence.proxy.async.shared::cta``, a barrier, one thread's bulk store, ``commit_group`` and, in 3.6 and 3.7,
-``wait_group.read 0``. That wait ends when shared memory has been read, not when the tile is written. (3.8 and 3.9 also
-wait until it is written.) No version puts a proxy fence after the store, so a later release does not order the store.
-``store_fence`` waits until the thread's bulk stores are written, and contains a proxy fence. Triton 3.9 compiles an
-atomic whose result nobody reads to a ``red``, and puts a barrier of its own before every atomic.
+* A signal is ``bar.sync``, then one thread's ``st.release.sys`` or ``red.release.sys``. The barrier orders the block's
+  stores before the release. Release is cumulative, so a thread that acquires the value sees all of these stores.
+* A wait is one thread's ``ld.acquire.sys``, repeated until the value is there, then ``bar.sync``. The block's later
+  loads come after the barrier. (Triton 3.6 puts no barriers around atomics, so these are explicit.)
+* Bulk loads and stores belong to another proxy, which barriers and releases do not order. So ``store_fence`` goes
+  between bulk stores and their signal, and ``load_fence`` goes between a wait and bulk loads.
+* After a descriptor's bulk store, Triton puts no proxy fence, and some versions do not wait until the tile is written.
+  ``store_fence`` does both.
 
 Forward progress. A wait ends when the value is there, when the rank's abort word is set, or when its patience is over.
-In the last case the thread sets the abort word itself, by compare-and-swap: of all threads whose patience ends, exactly
-one finds zero there. That thread writes the rank's record on the group's board, and marks on the board that there is a
-record. Then it sets the abort words of all other ranks. (If the ranks' GPUs do not reach each other's memory, each rank
-has a board of its own, and no other rank's word is set.) The thread writes in this order, by releases, so a rank that a
-peer has stopped finds the record. After that every wait of these ranks returns at once, and kernels run to their ends
-with data that the host rejects because of the board. No barrier is inside a branch on the outcome of a wait, so no
-thread of a block is missing at a barrier.
+A thread whose patience is over gives up:
 
-After an abort, the kernels of a rank signal nothing to its peers. They store to a peer only if they had its permission
-from before the abort. (Copy engines cannot look at the abort word: ``transports.copy_engine``.) A kernel that stores to
-peers without a wait of its own looks at the abort word (``look``) before it stores. Every kernel looks after each wait
-on which its results or its signals depend. A wait that was given up has set the word before the barrier that follows
-the wait, so every thread of the block sees the word set. So whatever a rank signals was computed from data for which
-its waits succeeded. But while another block or rank sets the word, one thread of a block may see it set and another
-thread may not. A thread that signals for the block must look after all other threads have looked
-(``count_and_signal``), or ask all of them (``group_signals.signal_ranks``).
+1. It sets its rank's abort word by compare-and-swap. Only the first thread of the rank finds zero there and goes on.
+2. It writes the rank's record on the group's board, and marks on the board that there is a record.
+3. It sets the abort words of the other ranks, unless each rank has a board of its own.
 
-The abort word is in the memory of the GPU that reads it. Only the board is in the host's memory. (For the board's
-address, see ``layout.STOP_WORDS``.) A waiting block must not look at the host's memory. On an H100, 108 blocks looked
-there in every 64th iteration of their wait. They slowed a matmul on the other 24 SMs from 75 us to 3700 us. Blocks that
-looked only at the GPU's memory, however often, did not slow it. A wait first looks in its 64th iteration, so a wait
-that ends at once has no cost for a look. Outside waits, a look costs a kernel one load from its own GPU's memory, in
-parallel with other loads.
+It writes in this order, by releases. So a rank that is stopped by a peer finds the peer's record. From then on, waits
+of the stopped ranks return at once, and kernels run to their ends. The host finds the record and rejects their results.
+No barrier is inside a branch on the outcome of a wait.
 
-CUDA graphs. In a captured graph no argument of a kernel changes. So the number of the call, on which the values of
-flags depend, is read from device memory.
+Aborts. After an abort, a rank's kernels signal nothing to peers. They store to a peer only with a permission from
+before the abort. (For copy engines, see ``transports.copy_engine``.)
 
-Triton's interpreter (``TRITON_INTERPRET=1``) has no inline assembly, and runs the blocks of a kernel one after the
-other. For it, this module has twins (``_wait_twin`` ...) that do the same with atomics. They have no clock, so a wait
-counts its iterations: one for each 1000 ns of patience.
+* A kernel looks at the abort word (``look``) after each wait on which its results or signals depend. If it stores to
+  peers without a wait of its own, it looks before it stores.
+* A wait that is given up sets the word before its barrier. So all threads of the block see the word set.
+* A thread that signals for its block looks after all other threads (``count_and_signal``), or asks all of them
+  (``group_signals.signal_ranks``).
+
+The abort word is in the GPU's own memory, because a waiting block must not read the host's memory. On an H100, 108
+blocks that did so slowed a matmul on other SMs from 75 us to 3700 us.
+
+CUDA graphs. Values of flags depend on the number of the call, which kernels read from device memory.
+
+Triton's interpreter (``TRITON_INTERPRET=1``) has no inline assembly. For it, this module has twins (``_wait_twin`` ...)
+that use atomics. In their waits, one iteration counts as 1000 ns.
 """
 
 from __future__ import annotations
@@ -75,9 +65,8 @@ WAIT_TILES = tl.constexpr(layout.WAIT_TILES)
 
 
 def give_up(stop: str, code: str, peer: str, target: str) -> str:
-    """Assembly that a thread runs when its patience is over. It uses the registers ``abort``, ``seen``, ``turns`` (32
-    bits), ``start``, ``now`` (64 bits) and the predicates ``stopped`` and ``early``, and continues at the label
-    ``LEAVE``. The arguments name operands."""
+    """Assembly that a thread runs when its patience is over. It continues at the label ``LEAVE``. The arguments name
+    operands. The caller declares the registers and predicates."""
     return f"""
 atom.relaxed.sys.global.cas.b32 abort, [{stop}], 0, 1;
 setp.ne.s32 stopped, abort, 0;
@@ -201,8 +190,7 @@ def _load_fence():
 
 @triton.jit
 def reached(seen, target):
-    """Whether a flag or counter with value ``seen`` has reached ``target``: it equals the target, or is ahead of it by
-    less than ``WINDOW``."""
+    """True if ``seen`` equals ``target``, or is ahead of it by less than ``WINDOW`` (modulo 2**32)."""
     return tl.cast(seen - target, tl.uint32, bitcast=True) < WINDOW
 
 
@@ -251,8 +239,8 @@ def _no_fence():
 
 @triton.jit
 def credit_flag(flags, peer):
-    """The flag that holds how many calls of this slot the rank ``peer`` has finished. ``flags``: the flags of the
-    reading rank."""
+    """The flag that holds how many calls of this slot the rank ``peer`` has finished. ``flags``: the reading rank's
+    flags."""
     return flags + peer * FLAG_WORDS
 
 
@@ -265,31 +253,29 @@ def signal_flag(flags, source, index, signals, WORLD: tl.constexpr):
 
 @triton.jit
 def has_come(flag, target):
-    """Whether a flag has reached ``target``, with the same answer for all threads of the block. The flag is read by an
-    atomic, whose result is broadcast to the block. With plain loads, the threads could read different values and then
-    diverge before a barrier. This function orders nothing: a block that uses the data must still wait for the flag."""
+    """Whether a flag has reached ``target``, with the same answer for all threads. This orders nothing: a block that
+    uses the data must still wait for the flag."""
     return reached(tl.atomic_add(flag, 0, sem="relaxed", scope="sys"), target)
 
 
 @triton.jit
 def look(stop):
-    """The abort word as this thread sees it: not 0 if the group has been aborted. After a wait's barrier each thread
-    looks for itself, so the threads of a block may see different values. So no branch that contains a barrier may
-    depend on the value. Masks and ``signal`` may depend on it."""
+    """The abort word as this thread sees it: not 0 if the group has been aborted. If another block or rank sets the
+    word, the threads of a block may see different values. So no branch that contains a barrier may depend on the value.
+    Masks and ``signal`` may."""
     return tl.load(stop, cache_modifier=".cg")
 
 
 @triton.jit
 def unless_aborted(number, stop):
-    """``number``, or NaN if the group has been aborted. A result that depends on an earlier wait is multiplied by this
-    number, because a replay of a CUDA graph cannot raise an error."""
+    """``number``, or NaN if the group has been aborted. Results that depend on a wait are multiplied by it, because a
+    replay of a CUDA graph cannot raise an error."""
     return tl.where(look(stop) == 0, number, float("nan"))
 
 
 @triton.jit
 def may_store(stop):
-    """True unless the group has been aborted. For the masks of stores to peers: a rank that gave up waiting for
-    permission must not store."""
+    """True unless the group has been aborted. For the masks of stores to peers."""
     return look(stop) == 0
 
 
@@ -302,10 +288,12 @@ else:
 """``wait_at_least(flag, target, stop, patience_ns, code, peer)``: waits until the flag has ``reached`` its target or
 the group has been aborted. After ``patience_ns`` the wait is given up, and the fault record gets ``code`` and ``peer``.
 
-``set_flag(flag, value)``: sets the flag to ``value``. A thread that acquires the value also sees the block's earlier
-stores. ``signal(flag, value, looked)``: the same for a peer's flag, but only if ``looked`` is 0. ``looked`` is what
-``look`` returned to the thread that sets the flag. ``add_flag(flag, value)``: adds ``value`` to the flag, by a release
-as in ``set_flag``.
+``set_flag(flag, value)``: sets the flag. A thread that acquires the value also sees the block's earlier stores.
+
+``signal(flag, value, looked)``: as ``set_flag``, for a peer's flag, if ``looked`` is 0. ``looked`` is what ``look``
+returned to the thread that sets the flag.
+
+``add_flag(flag, value)``: adds ``value`` to the flag, by a release as in ``set_flag``.
 
 ``store_fence()``: between bulk stores and their signal. ``load_fence()``: between a wait and bulk loads.
 """
@@ -314,12 +302,11 @@ as in ``set_flag``.
 @triton.jit
 def count_and_signal(counter, target, flag, value, stop):
     """Count one of ``target`` pieces as stored. The block that counts the last piece sets the peer's ``flag`` to
-    ``value`` and clears ``counter``, which is in this GPU's own memory. Nothing is signalled once this rank's abort
-    word is set, because stores may have been left out.
+    ``value``, unless the group has been aborted. It also clears ``counter``, which is in this GPU's own memory.
 
     Ordering: the block's stores, a barrier, one thread's acquire-release add at GPU scope. The thread that adds last
-    has acquired all adds before, and its release at system scope is cumulative over them. It looks at the abort word
-    after its add. So it sees the word set if any counted block left out stores because the word was set.
+    has acquired all adds before it. Its release at system scope is cumulative over them. It looks at the abort word
+    after its add. So if a counted block left out stores because of an abort, this thread sees the abort.
     """
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
@@ -329,8 +316,7 @@ def count_and_signal(counter, target, flag, value, stop):
 
 @triton.jit
 def count_and_signal_all(counter, target, peer_flags, rank, index, signals, value, stop, WORLD: tl.constexpr):
-    """As ``count_and_signal``, for flag ``index`` of this rank at every peer (``signal_flag``). ``peer_flags``: int64
-    ``[WORLD]``, the addresses of the peers' flags."""
+    """As ``count_and_signal``, for flag ``index`` of this rank at every peer (``signal_flag``)."""
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == target - 1:
         tl.store(counter, 0)
@@ -342,8 +328,8 @@ def count_and_signal_all(counter, target, peer_flags, rank, index, signals, valu
 
 @triton.jit
 def finish_call(calls, peer_flags, call, rank, stop, WORLD: tl.constexpr):
-    """Count the call, and give every peer its credit: the peer may write into this rank's workspace again. No credit is
-    given if the group has been aborted. Run by one block, when nothing reads the workspace any more."""
+    """Count the call and, unless the group has been aborted, give every peer its credit. One block runs this when
+    nothing reads the workspace any more."""
     looked = look(stop)
     tl.store(calls, call + 1)
     for step in range(1, WORLD):
@@ -353,6 +339,6 @@ def finish_call(calls, peer_flags, call, rank, stop, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def end_call(calls, peer_flags, rank, stop, WORLD: tl.constexpr):
-    """``finish_call`` as a launch of its own, on the stream after everything that reads the call's workspace. Grid: one
+    """``finish_call`` as a kernel of its own, on the stream after everything that reads the call's workspace. Grid: one
     block."""
     finish_call(calls, peer_flags, tl.load(calls), rank, stop, WORLD)

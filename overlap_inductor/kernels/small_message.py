@@ -1,51 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``small_message``, transport ``sm_push``: the all-reduce of a small matmul's result, and the residual add
-and RMSNorm that follow, in one kernel.
+"""Schedule ``small_message``, transport ``sm_push``: the all-reduce of a small matmul's result, in one kernel. With
+``NORM``, the kernel also computes the residual add and the RMSNorm that follow.
 
-One-shot: every rank stores its rows into every peer's workspace, and sums the rows of all ranks. Two-shot: row ``m``
-belongs to rank ``m % WORLD``, its owner. The owner gets all partial rows, sums them and stores the sum into every
-peer's workspace. If a norm follows, it also stores the sum into its own workspace. It stores the sum and not the normed
-row, for two reasons. A normed row and a new residual would have twice the bytes of the sum. And every rank adds its own
-residual, whose values may differ from those of other ranks. Sums are in fp32, in the order of the ranks, rounded once,
-so all ranks get the same bits. There is no barrier across ranks: a block waits for the flags of its own columns or
-rows.
+* One-shot: every rank stores its rows into every peer's workspace, and sums the rows of all ranks.
+* Two-shot: rank ``m % WORLD`` owns row ``m``. The owner gets all partial rows, sums them, and stores the sum into every
+  peer's workspace.
+
+Sums are in fp32, in the order of the ranks, rounded once. So all ranks get the same bits.
 
 A block has one *unit*, a segment of columns. In one-shot, it is a segment of one row. In two-shot, it is a segment of a
 group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-shot, the last block of a row computes
-the norm of the row. In two-shot, the norms of a group's rows are computed by the blocks of the group after it. So
-there is one more group of blocks at the end.
+its norm. In two-shot, the blocks of the next group compute the norms of a group, so the grid has one more group.
 
-Forward progress. A block first stores its partial rows, without a wait. Then it waits for partial rows and, in
-two-shot, for sums. It waits only for blocks with its own number or a lower one. Before a block of two-shot stores a
-sum, it waits only for partial rows of blocks with its own number. Each rank has a block of each number. Take the lowest
-number whose block is still to end on at least one rank. Blocks start in the order of their numbers, and all lower ones
-have ended on every rank. So on every rank the block of that number runs or has ended. All these blocks store their
-partial rows. So all of them get their sums, their other waits succeed, and they end. So one resident block on each rank
-is enough. CUDA does not promise that blocks start in the order of their numbers. GPUs keep this order, and scans depend
-on it as this kernel does (Merrill and Garland, decoupled look-back, 2016). If all blocks are resident at once, as in
-decode, nothing depends on the order. Blocks could claim their numbers from a counter instead, but a claim would cost a
-round trip to L2 in a kernel of 5 us. All waits are bounded (``signals``).
+Forward progress. One resident block on each rank is enough, if blocks start in the order of their numbers:
 
-Why two halves of the workspace suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half
-``n % 2``. Rank ``r`` begins call ``n`` when its call ``n - 1`` has ended, because kernels of a slot run one after the
-other. In call ``n - 1`` a block of ``r`` has waited for a signal of each peer. (In two-shot it is the signal of the
-peer's partial rows, which comes even if there are none.) So each peer had begun its call ``n - 1``, and had therefore
-ended call ``n - 2``, the last call before ``n`` that reads half ``n % 2``. This holds for any number of blocks or rows
-in each call, since halves belong to the slot and not to the call. It holds whether blocks are resident together or not,
-since the argument is about whole kernels. A peer may be one call ahead. Its flags are then larger than the value waited
-for, and its data are in the other half. The argument would not hold if calls with credits used the same slot. So the
-arena gives calls with credits other slots.
+* A block stores its partial rows before it waits.
+* A block waits only for blocks with its own number or a lower one. Before it stores a sum, it waits only for partial
+  rows of blocks with its own number.
+* Take the lowest number whose block has not ended on every rank. On each rank, this block runs or has ended. So all
+  blocks of this number store their partial rows, get their sums, and end.
 
-Aborts (``signals``). A block looks at the abort word when it loads the call number, and again after each wait. If the
-word is set, the block stores nothing more to peers and signals nothing, in this call and all later ones. Otherwise it
-could overwrite data that a peer still reads: the two halves suffice only if the waits of earlier calls succeeded. A
-result that was summed after a wait that was given up, or in a later call, is NaN. NaN takes the place of an error,
-because a replay of a CUDA graph cannot raise an error.
+CUDA does not promise this order of starts. GPUs keep it, and scans depend on it (Merrill and Garland, decoupled
+look-back, 2016). If all blocks are resident at once, as in decode, the order does not matter.
+
+Workspace. Two halves suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half ``n % 2``. When
+rank ``r`` begins call ``n``, no peer reads this half any more:
+
+* Call ``n - 1`` of ``r`` has ended, because kernels of a slot run one after the other.
+* In call ``n - 1``, ``r`` has waited for a signal of each peer. So each peer had begun its call ``n - 1``.
+* So each peer had ended its call ``n - 2``, the last call before ``n`` that reads half ``n % 2``.
+
+Aborts (``signals``). A block looks at the abort word when it loads the call number, and after each wait. If the word is
+set, the block stores and signals nothing more to peers, because they may still read the old data. Its sums become NaN.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
-Between calls: the end of a kernel before the start of the next one on the stream. CUDA graphs: the number of the call
-is read from device memory. Each block counts itself when it has read the number and has nothing more to send to peers.
-The last block that counts itself increments the number. After that it would only wait or end, so no peer is delayed.
+CUDA graphs: see ``count_call``.
 """
 
 from __future__ import annotations
@@ -65,8 +54,8 @@ from overlap_inductor.kernels.signals import signal_flag
 
 @triton.jit
 def workspaces(peer_data, rank, like, WORLD: tl.constexpr):
-    """The workspaces of ranks ``rank``, ``rank + 1``, ..., in this order, so that neighbouring ranks send to different
-    peers first."""
+    """The workspaces of ranks ``rank``, ``rank + 1``, ..., in this order. So neighbouring ranks send to different peers
+    first."""
     found = ()
     for step in tl.static_range(WORLD):
         found = found + (tl.multiple_of(tl.load(peer_data + (rank + step) % WORLD).to(like.dtype), 16),)
@@ -75,18 +64,17 @@ def workspaces(peer_data, rank, like, WORLD: tl.constexpr):
 
 @triton.jit
 def flag_word(source, index, signals, WORLD: tl.constexpr):
-    # The offset of ``signal_flag(flags, source, index, ...)`` from ``flags`` on, in int32 words.
+    # Offset of ``signal_flag(flags, source, index, ...)`` from ``flags``, in int32 words.
     return (WORLD + source * signals + index) * FLAG_WORDS
 
 
 @triton.jit
 def count_call(calls, queues, call, SEM: tl.constexpr):
-    """Called when all threads of this block have read ``calls`` and have then passed a barrier. The last of all blocks
-    to call it increments ``calls``.
+    """Count this block as done with ``calls``. The last block of the grid increments ``calls``. Called after a barrier
+    that follows the block's reads of ``calls``.
 
     ``SEM``: ``acq_rel`` orders the read of ``calls`` before the add. ``relaxed`` is enough if the block has sent data
-    to addresses that depend on the number, because such a block has already read it. A relaxed add does not wait until
-    the data have arrived.
+    to addresses that depend on the number. A relaxed add does not wait until the data have arrived.
     """
     if tl.atomic_add(queues, 1, sem=SEM, scope="gpu") == tl.num_programs(0) - 1:
         tl.store(queues, 0)
@@ -95,14 +83,14 @@ def count_call(calls, queues, call, SEM: tl.constexpr):
 
 @triton.jit
 def _sum_of(own, came, stride, at, inside, rank, scale, looked, WORLD: tl.constexpr):
-    """The sum of the ranks' elements ``at``, times ``scale``, in the collective's dtype. This rank's elements are read
-    from ``own``, the elements of source ``s`` from ``came + s * stride``. NaN if ``looked`` (what ``look`` returned) is
-    not 0."""
+    """The sum of the ranks' elements ``at``, times ``scale``, in the collective's dtype. NaN if ``looked`` (what
+    ``look`` returned) is not 0. This rank's elements are read from ``own``, those of source ``s`` from ``came + s *
+    stride``."""
     parts = ()
     for s in tl.static_range(WORLD):
         base = tl.where(s == rank, own.to(tl.int64), (came + s * stride).to(tl.int64)).to(own.dtype)
         parts = parts + (tl.load(tl.multiple_of(base, 16) + at, mask=inside, other=0.0, cache_modifier=".cg"),)
-    # All loads first, so that their latencies overlap.
+    # All loads come first, so that their latencies overlap.
     total = parts[0].to(tl.float32)
     for s in tl.static_range(1, WORLD):
         total += parts[s].to(tl.float32)
@@ -119,8 +107,8 @@ def finished_sum(sums, at, inside, looked):
 
 @triton.jit
 def _add_and_normalise(summed, kept, gain, normed, residual_out, offset, at, inside, columns, eps):
-    """Compute one row: ``residual_out = summed + kept``, and its RMSNorm times ``gain`` into ``normed``. Each is
-    rounded where a model that computes op by op rounds."""
+    """Compute one row: ``residual_out = summed + kept``, and its RMSNorm times ``gain`` into ``normed``. Values are
+    rounded where a model that runs op by op rounds them."""
     added = (summed.to(tl.float32) + kept.to(tl.float32)).to(summed.dtype)
     tl.store(residual_out + offset + at, added, mask=inside)
     x = added.to(tl.float32)
@@ -136,23 +124,17 @@ def one_shot(
 ):  # fmt: skip
     """Grid: ``rows * SEGMENTS`` blocks of at least ``WORLD * SEGMENTS`` threads.
 
-    Args:
-        product: this rank's partial result ``[rows, columns]``, fp16 or bf16. Row-major and aligned to 16 bytes, as are
-            all tensors here.
+    Args: see ``kernels`` for those not listed.
+        product: this rank's partial result ``[rows, columns]``, fp16 or bf16. All tensors here are row-major and
+            aligned to 16 bytes.
         eights: ``columns / 8``, so that the compiler sees that rows are whole 16-byte words.
         out: the sum over ranks ``[rows, columns]``; with ``NORM`` the normed rows.
-        residual, residual_out: ``[rows, columns]``. With ``NORM``, ``residual`` is read and ``residual_out`` is
-            written. Without ``NORM``, neither is used.
-        weight: ``[columns]``, the weight of the norm; read with ``NORM`` only.
-        staging: this rank's workspace, two halves of ``half`` elements, each ``[WORLD, rows, columns]``: what has
-            arrived from each source.
-        peer_data, peer_flags: int64 ``[WORLD]``, addresses of the ranks' workspace and flags.
-        flags: ``signal_flag(s, u)`` is the flag of unit ``u`` from source ``s``. Each source has ``signals`` flags.
-        queues: int32, one word in this rank's own memory, zero between calls: the number of blocks that have read
-            ``calls``.
-        calls: int32, one word in this rank's own memory: the number of the call, counted from 0.
-        scale: factor of the sum (1, or ``1 / WORLD`` for an average).
-        SEGMENT: columns of a segment.
+        residual, residual_out: ``[rows, columns]``, the residual before and after the add; with ``NORM`` only.
+        weight: ``[columns]``, the weight of the norm; with ``NORM`` only.
+        staging: this rank's workspace, two halves of ``half`` elements. A half holds the rows from each source,
+            ``[WORLD, rows, columns]``.
+        flags: ``signal_flag(s, u)`` is the flag of unit ``u`` from source ``s``.
+        queues: one word: number of blocks that have read ``calls``.
         ROW: a power of two, at least ``columns``.
     """
     columns = eights * 8
@@ -222,11 +204,10 @@ def two_shot(
     are ``SEGMENTS`` more blocks.
 
     Args: as ``one_shot``, except for these.
-        staging: a half holds the partial sums ``[WORLD, groups, columns]``, then the sums ``[rows, columns]``. For each
-            source and each group of ``WORLD`` rows, the half holds the partial sum of this rank's row.
-        flags: ``signal_flag(s, u)`` is the flag of the partial sums of unit ``u`` from source ``s``.
-            ``signal_flag(s, units + u)`` is the flag of the sums of unit ``u`` from owner ``s``. ``units`` is the
-            number of units.
+        staging: a half holds partial sums of the rank's own rows ``[WORLD, groups, columns]``, then the sums ``[rows,
+            columns]``. ``groups`` is ``cdiv(rows, WORLD)``.
+        flags: ``signal_flag(s, u)``: partial sums of unit ``u`` from source ``s``. ``signal_flag(s, units + u)``: sums
+            of unit ``u`` from owner ``s``. ``units`` is the number of units.
     """
     columns = eights * 8
     call = tl.load(calls)
@@ -273,7 +254,7 @@ def two_shot(
         came = staging + mine + group.to(tl.int64) * columns
         looked = look(stop)
         summed = _sum_of(product + offset, came, stride, at, own_inside, rank, scale, looked, WORLD)
-        # With a norm, this rank's own sum is also stored in the workspace, because another block of this rank reads it.
+        # With a norm, another block of this rank reads this rank's own sum from the workspace.
         for step in tl.static_range(0 if NORM else 1, WORLD):
             tl.store(to[step] + sums + offset + at, summed, mask=own_inside & (looked == 0))
         word = flag_word(rank, units + unit, signals, WORLD)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of tiles: which tile has which turn, how a block claims a turn, and how a tile is multiplied and stored. A
-*turn* is a number that blocks claim from a queue, one after the other."""
+"""Which tile has which *turn*, how a block claims a turn, and how a tile is multiplied and stored. Turns are numbers
+that blocks claim from a queue, one after the other."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ if triton.knobs.runtime.interpret:
     claim, claimed = _claim_twin, _claimed_twin
 else:
     claim, claimed = _claim, _claimed
-"""``claimed(claim(queue, THREADS))``: the next turn of a queue. A block claims its next turn when it has multiplied a
-tile, and reads the answer when it has stored the tile. ``tl.atomic_add`` would stop all threads of the block until
-memory has answered, a microsecond for each tile. A block does not claim its next turn before it multiplies. Otherwise,
-with two tiles per block, some blocks would hold two tiles while free blocks find none left. ``THREADS``: number of
-threads of the block."""
+"""``claimed(claim(queue, THREADS))``: the next turn of a queue. ``THREADS``: number of threads of the block.
+
+A block claims its next turn when it has multiplied a tile, and reads the answer when it has stored the tile. So the
+store hides the microsecond that memory takes to answer. A block that claimed earlier would hold two tiles while free
+blocks find none.
+"""
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def grouped(turn, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def band_tiles(band, tiles_shard, tiles_part, tiles_n):
-    """Number of tiles in a band of a shard that has ``tiles_shard`` rows of ``tiles_n`` tiles. A band has
+    """Number of tiles in a band of a shard. The shard has ``tiles_shard`` rows of ``tiles_n`` tiles. A band has
     ``tiles_part`` rows of tiles; the last band may have fewer."""
     return tl.maximum(tl.minimum(tiles_shard - band * tiles_part, tiles_part), 0) * tiles_n
 
@@ -82,12 +83,11 @@ def own_tile(turn, tiles_shard, tiles_part, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """``(shard, m, n)`` of turn ``turn`` among the tiles of the other ranks' shards, in the order in which their rows
-    arrive.
+    """``(shard, m, n)`` of turn ``turn`` among the tiles of the peers' shards, in the order in which their rows arrive.
+    Part 0 of shards ``rank + 1``, ``rank + 2``, ... comes first, then part 1 of these shards, and so on.
 
-    All ranks send at once, part after part. So the order is part 0 of shard ``rank + 1``, ``rank + 2``, ..., then part
-    1 of these shards, and so on. A shard has ``tiles_shard`` rows of tiles. A part has ``tiles_part`` of them; the last
-    part may have fewer. ``m`` counts inside the shard.
+    A shard has ``tiles_shard`` rows of tiles. A part has ``tiles_part`` of them; the last part may have fewer. ``m``
+    counts inside the shard.
     """
     whole = tiles_part * tiles_n * (WORLD - 1)
     part = turn // whole
@@ -101,11 +101,10 @@ def arriving(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, 
 @triton.jit
 def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
     """As ``arriving``, for tiles that are sent. At any time, about equally many tiles are in transfer to each rank. In
-    the order of ``arriving``, two ranks could send a whole part to one rank at the same time. Then each of them would
-    get half of the receiver's link.
+    the order of ``arriving``, two ranks could share one receiver's link for a whole part.
 
-    In a part, about ``GROUP_M`` rows of tiles are taken together, equally many of each shard and at least one. These
-    tiles are taken tile column by tile column. In a tile column, neighbouring turns belong to different shards.
+    In a part, about ``GROUP_M`` rows of tiles are taken together, tile column by tile column. In a column, neighbouring
+    turns belong to different shards.
     """
     GROUP: tl.constexpr = GROUP_M // (WORLD - 1) if GROUP_M >= WORLD else 1
     whole = tiles_part * tiles_n * (WORLD - 1)
@@ -122,7 +121,7 @@ def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr,
 
 @triton.jit
 def store_tile(desc, row, column, tile, HALVES: tl.constexpr):
-    """Start the bulk store of a tile. With ``HALVES`` it is stored in two halves of its columns, which takes half the
+    """Start the bulk store of a tile. With ``HALVES``, it is stored in two halves of its columns, which takes half the
     shared memory. The blocks of ``desc`` are then half a tile wide."""
     if HALVES:
         BLOCK_M: tl.constexpr = tile.shape[0]
@@ -152,8 +151,8 @@ def multiply_tile(
     """``a[row : row + BLOCK_M, :inner] @ b[:inner, column : column + BLOCK_N]`` in fp32, plus ``bias`` ``[columns]`` if
     ``BIAS``.
 
-    ``a_desc``: blocks ``[BLOCK_M, BLOCK_K]``. ``b_desc``: with ``TRANSPOSED`` blocks ``[BLOCK_N, BLOCK_K]`` of the
-    transposed right operand, else blocks ``[BLOCK_K, BLOCK_N]`` of the right operand.
+    ``a_desc``: blocks ``[BLOCK_M, BLOCK_K]``. ``b_desc``: blocks ``[BLOCK_K, BLOCK_N]`` of the right operand. With
+    ``TRANSPOSED``: blocks ``[BLOCK_N, BLOCK_K]`` of the transposed right operand.
     """
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, inner, BLOCK_K):

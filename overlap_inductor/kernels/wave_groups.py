@@ -1,45 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups``: a persistent matmul, and a kernel that waits for one group of the matmul's rows
-(FlashOverlap, arXiv 2504.19519). The matmul signals when a group is stored. An ordinary collective follows each waiting
-kernel (``lowerings.wave_groups.launch``).
+"""Schedule ``wave_groups`` (FlashOverlap, arXiv 2504.19519). A persistent matmul signals when a group of its rows is
+stored, and a kernel waits for a group. An ordinary collective follows each waiting kernel
+(``lowerings.wave_groups.launch``).
 
-The paper lets the tiles of a vendor's matmul end in any order and stores them permuted. Here the order is chosen. A
-group is some neighbouring bands of ``BLOCK_M`` rows of each shard. Groups are multiplied one after the other, and the
-rows of a group are contiguous. An example has two groups, of 2 bands and of 1 band. The first line shows the layout of
-one shard (all-reduce: in the result itself). The second line shows the layout of two shards (reduce-scatter: in
-staging): ::
+A *group* is some neighbouring bands of ``BLOCK_M`` rows of each shard. The matmul computes one group after the other,
+and stores the rows of a group contiguously. So a collective reads one contiguous range. An example has groups of 2
+bands and of 1 band. Line 1 has one shard (all-reduce, in the result). Line 2 has two shards (reduce-scatter, in
+staging). ::
 
     | band 0  band 1 | band 2 |
     | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |
 
-So a collective reads one contiguous range, and writes the rows to their final place. Inside a group, tiles are
-multiplied in columns of ``GROUP_M`` bands.
+Counting. A block counts its tiles of a group in one addition, when its next tile belongs to a later group. Until then
+its bulk stores continue under the next matmul. The waiting kernel sets the group's counter back to zero, before the
+next call begins.
 
-Counting. A block counts all its tiles of a group in one addition, when the next tile that it has claimed belongs to a
-later group. Until then its bulk stores continue under the next tile's matmul. The kernel that waits for a group sets
-the group's counter back to zero. This kernel has ended before the next call begins, because both streams are joined.
-
-Forward progress. The matmul waits for nothing, so it ends wherever it was started, on however few SMs. The waiting
-kernel is launched after the matmul, so it cannot hold up the matmul even if ``CUDA_DEVICE_MAX_CONNECTIONS=1`` puts both
-into one hardware queue. The waiting kernel needs room for one warp, and finds it on the SMs that the matmul leaves
-free. Without such SMs it would run when the matmul's blocks end. Its wait is bounded (``signals``). A collective
-follows its rank's waiting kernel on the same stream, and waits for peers, whose matmuls also end.
+Forward progress. The matmul waits for nothing, so it ends. The waiting kernel is launched after the matmul. So it
+cannot hold up the matmul, even if both share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). It needs room for
+one warp, on an SM that the matmul leaves free, or when the matmul's blocks end. Its wait is bounded (``signals``). A
+collective waits for peers, whose matmuls also end.
 
 Memory ordering. Tiles are stored by bulk stores and ``store_fence``, or by ordinary stores; then comes ``add_flag``
-(barrier, release). The waiting kernel acquires the last addition, and with it all additions before: additions to a
-counter are one release sequence. The collective's kernel starts when the waiting kernel has ended.
+(barrier, release). The waiting kernel acquires the last addition, and with it all earlier ones: additions to a counter
+are one release sequence. The collective's kernel starts when the waiting kernel has ended.
 
-Aborts (``signals``). We cannot keep an ordinary collective from sending the group's rows. So after a wait that was
-given up, and in all calls after it, the waiting kernel overwrites the group's rows with NaN. The collective's sum
-carries the NaN to every rank, even to one whose abort word is not set (another machine). When a waiting kernel that saw
-its rank's abort word set ends, the board is already marked. So the host of that rank can know of the abort before the
-collective's kernel starts, and before any rank has its result. A tile that the matmul stores after the NaN replaces it
-by the values that the collective should have read. In the result of an all-reduce, such a tile holds this rank's own
-partial sum in place of the sum over ranks. But this rank's host knows of the abort. Counters may keep any value: after
-an abort nothing relies on them.
+Aborts (``signals``). An ordinary collective sends the group's rows in any case. So after a wait that was given up, and
+in all later calls, the waiting kernel overwrites the group's rows with NaN. The collective's sum carries the NaN to
+every rank, even to one whose abort word is not set. A tile that the matmul stores later replaces the NaN, but this
+rank's host finds the abort on the board.
 
-CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes. No
-argument changes from replay to replay.
+CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes.
 """
 
 from __future__ import annotations
@@ -68,19 +58,19 @@ def matmul_in_groups(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, BATCH: tl.constexpr,
     THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """``c = (a @ b + bias) * scale``, with its rows ordered by groups. Grid: any number of blocks. The SMs that they
-    leave free run the collectives.
+    """``c = (a @ b + bias) * scale``, with its rows ordered by groups. Grid: any number of blocks. The collectives run
+    on the SMs that they leave free.
 
     Args:
         a_desc: ``[shards * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
         b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``.
-        c: ``[shards * rows, columns]``, fp16 or bf16.
-        c_desc: the same, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
+        c, c_desc: ``[shards * rows, columns]``, fp16 or bf16, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with
+            ``HALVES``.
         partition: int32 ``[groups + 1]``: the first band of each group, then the number of bands of a shard.
         counters: int32, ``FLAG_WORDS`` apart: tiles stored of each group, zero before the call.
         queue: int32 ``[2]``, zero between calls: tiles claimed, blocks that have finished.
         scale: fp32, factor of the product before it is rounded.
-        BATCH: after this many tiles, a block waits until its last store has left shared memory.
+        BATCH: see ``kernels``.
     """
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tiles_band = shards * tiles_n
@@ -94,7 +84,7 @@ def matmul_in_groups(
         for _ in range(BATCH):
             if turn < tiles:
                 if held == 0:
-                    # The loop finds only the group's number. The group's bands are loaded after the loop.
+                    # The group's bands are loaded once, after the loop.
                     group = 0
                     for later in range(1, groups):
                         group += (turn >= tl.load(partition + later) * tiles_band).to(tl.int32)
@@ -124,7 +114,7 @@ def matmul_in_groups(
                 if (m + 1) * BLOCK_M <= rows:
                     store_tile(c_desc, row, n * BLOCK_N, tile, HALVES)
                 else:
-                    # A tile stops where its shard ends: the rows that follow belong to the next shard.
+                    # The rows after a shard's end belong to the next shard.
                     at_m = tl.arange(0, BLOCK_M)
                     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
                     to = c + (row + at_m)[:, None].to(tl.int64) * columns + at_n[None, :]
@@ -145,9 +135,8 @@ def matmul_in_groups(
 
 @triton.jit(do_not_specialize=["group", "tiles", "site", "rank", "first", "elements"])
 def wait_for_group(counters, c, stop, patience, group, tiles, site, rank, first, elements, BLOCK: tl.constexpr):
-    """Wait until ``tiles`` tiles of a group of rows are stored, and set the counter of these rows back to zero. If the
-    process group has been aborted, these rows become NaN: ``elements`` elements of ``c`` from ``first`` on. Grid: one
-    block of one warp."""
+    """Wait until ``tiles`` tiles of a group are stored, and set the group's counter back to zero. After an abort, set
+    the group's rows to NaN: ``elements`` elements of ``c`` from ``first`` on. Grid: one block of one warp."""
     counter = counters + group * FLAG_WORDS
     wait_at_least(counter, tiles, stop, patience, site * WAIT_KINDS + WAIT_TILES, rank)
     tl.store(counter, 0)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay out what an all-to-all of equal slices sends and receives. All schedules that replace such an all-to-all share
-this module."""
+"""Lay out what an all-to-all of equal slices sends and receives, for all schedules that replace it."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 
 def sent_operands(emit: StepEmitter, nodes: SentNodes, biases: Biases) -> tuple[list[fx.Node], list[fx.Node], Biases]:
-    """``(left operands, right operands, biases)`` of the matmuls before an all-to-all. The rows (or columns) of the
-    product that go to each rank are brought into the ranks' order. A bias of one row becomes a vector."""
+    """``(left operands, right operands, biases)`` of the matmuls before an all-to-all, such that the product's rows (or
+    columns) are in the ranks' order. A bias of one row becomes a vector."""
     columns, sharded = nodes.sharded.dim == 1, nodes.sharded
     in_ranks_order = columns_in_place if columns else rows_in_place
 
@@ -39,8 +38,7 @@ def sent_operands(emit: StepEmitter, nodes: SentNodes, biases: Biases) -> tuple[
 
 
 def arranged(emit: StepEmitter, nodes: SentNodes, buffer: fx.Node) -> Replaced:
-    """``{old node: its replacement}`` for the collective and its wait. ``buffer`` holds what was received, in the
-    layout ``nodes.wire``."""
+    """The replacements of the collective and its wait. ``buffer``: what was received, in the layout ``nodes.wire``."""
     (collective,) = nodes.collectives
     result = emit.convert(emit.reshape(buffer, nodes.wire.shape()), nodes.wire, nodes.received)
     result = emit.contiguous(emit.reshape(result, tools.shape(collective.wait)))
@@ -48,11 +46,11 @@ def arranged(emit: StepEmitter, nodes: SentNodes, buffer: fx.Node) -> Replaced:
 
 
 def sent_rows(emit: StepEmitter, nodes: ReceivedNodes) -> fx.Node:
-    """What is sent, with its elements in the order of ``nodes.raw``. Contiguous."""
+    """What is sent, contiguous, in the order of ``nodes.raw``."""
     return emit.contiguous(emit.convert(nodes.source, nodes.source_layout, nodes.raw))
 
 
 def given(emit: StepEmitter, nodes: ReceivedNodes, buffer: fx.Node) -> fx.Node:
-    """The collective's result, for nodes other than the site's matmuls. ``buffer`` holds what was received."""
+    """The collective's result for other readers than the site's matmuls. ``buffer``: what was received."""
     result = emit.convert(emit.reshape(buffer, nodes.raw.shape()), nodes.raw, nodes.given)
     return emit.contiguous(emit.reshape(result, tools.shape(nodes.collective.wait)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that serve a group in a rewritten graph, whatever its schedules: ``agree``, ``follow`` and ``group_rank``.
+"""The ops that serve a group in a rewritten graph, whatever its schedules.
 
-All communicating ops of a group form a *chain*, so they run in graph order. Each one reads or mutates the chain's
-current token, a one-byte tensor::
+All communicating ops of a group form a *chain*, so they run in graph order. Each reads or mutates the chain's current
+token, a one-byte tensor::
 
     chain = agree(group, plan)   # compares the ranks' plans if they were not compared yet; returns the first token
     follow(chain!, other)        # orders the next op of the chain after ``other``, e.g. a collective left in place
@@ -42,7 +42,7 @@ def _agree(
                 f"sites of group {group_name!r} have no workspace: {reason} Free memory on that rank, lower "
                 "OVERLAP_INDUCTOR_WORKSPACE_LIMIT, or set OVERLAP_INDUCTOR=off."
             )
-    # The token only orders ops. Nothing reads its value, so it stays uninitialised.
+    # Nothing reads the token's value.
     return torch.empty(1, dtype=torch.uint8, device=like.device)
 
 
@@ -52,9 +52,8 @@ def _agree_fake(
     return torch.empty(1, dtype=torch.uint8, device=like.device)
 
 
-# ``like``: any tensor on the device of the group's sites. ``workspace``: JSON text ``[[site, bytes, signals], ...]`` of
-# the group's sites that need workspace (see ``runtime.workspace.prepare``). ``limit``: MiB that all workspace of the
-# group may take on this rank.
+# ``like``: any tensor on the device of the group's sites. ``workspace``: JSON text ``[[site, bytes, signals], ...]``
+# (``runtime.workspace.prepare``). ``limit``: MiB of workspace for the group on this rank.
 define(
     "agree(str group_name, str plan, Tensor like, str? workspace=None, int limit=0) -> Tensor",
     _agree,
@@ -67,6 +66,5 @@ def _follow(chain: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return chain.new_empty(1)
 
 
-# Orders the next op of the chain after ``other``: a collective of the same group that was left in place, or another
-# group's token.
+# ``other``: a collective of the same group that was left in place, or another group's token.
 define("follow(Tensor(a!) chain, Tensor other) -> Tensor", _follow, _follow)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrite matmuls and the collective after them as one op. The module decides whether rows can be cut for the op,
-assigns a bias to each matmul, and writes the operands, the op and its result. ``lowerings.one_op`` and the ring's
-looping ops use it."""
+"""Rewrite matmuls and the collective after them as one op."""
 
 from __future__ import annotations
 
@@ -28,15 +26,17 @@ aten = torch.ops.aten
 Biases = list[fx.Node | None]
 """The bias of each matmul of a site; ``None`` for a matmul without a bias."""
 ReduceCall = Callable[[list[fx.Node], list[fx.Node], Biases, str], fx.Node]
-"""Writes the op into the graph: ``(left operands, right operands, biases, reduce_op) -> node``. The node's value is
-``(result, next token)``."""
+"""Writes the op: ``(left operands, right operands, biases, reduce_op) -> node``, whose value is ``(result, next
+token)``."""
 
 
 def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
-    """Whether each rank's part is a set of rows of the matmuls' result, and the collective's input has the elements of
-    that result in the same order. For an all-reduce, the rows of a part must be consecutive.
+    """Whether each rank's part is rows of the matmuls' result, and the collective's input has the result's order of
+    elements.
 
-    A reduce-scatter may also cut columns, if there is no bias. An all-gather must have one matmul.
+    - All-reduce: the rows of a part must be consecutive.
+    - Reduce-scatter: columns may be cut, too, if there is no bias.
+    - All-gather: there must be one matmul.
     """
     sharded = nodes.sharded
     one_run = pattern == "matmul_all_gather" or isinstance(sharded.outer, int) and sharded.outer == 1
@@ -51,12 +51,14 @@ def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
 
 
 def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
-    """The bias of each matmul, if the sum of ``terms`` adds only single rows to the matmuls' results.
+    """The bias of each matmul, if ``terms`` add up to the matmuls' results plus single rows.
 
-    A single row is added to every row of the result. The row becomes the bias of a plain matmul. This matmul must have
-    the row's width and dtype, and no bias yet. Returns ``None`` if no matmul can take a row, or if the sum holds
-    anything else (a factor, a scalar). It also returns ``None`` if the sum does not hold each matmul's result exactly
-    once.
+    A single row is added to every row of a result. It becomes the bias of a plain matmul of its width and dtype that
+    has no bias yet. Returns ``None`` if
+
+    - no matmul can take a row;
+    - the sum holds anything else (a factor, a scalar);
+    - the sum does not hold each matmul's result exactly once.
     """
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []
@@ -96,13 +98,13 @@ def rewrite_reduce(
     emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall, biases: Biases
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """Lay out the operands, write the op with ``call`` and lay out its result. Returns ``(next token of the chain, {old
-    node: its replacement})``. The result has the collective's shape and is contiguous. ``biases``: one for each matmul
-    in ``nodes.leaves``."""
+    node: its replacement})``. The result is contiguous and has the collective's shape. ``biases``: as in
+    ``nodes.leaves``."""
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
 
     def in_ranks_order(x: fx.Node) -> fx.Node:
-        # If the output is gathered, each rank sends all of its rows, so the rows stay in their order.
+        # Each rank sends all of its rows in their order.
         gathers = nodes.collectives[0].kind == "all_gather"
         return x if gathers else rows_in_place(emit, x, nodes.sharded, from_ranks=False)
 
@@ -117,8 +119,8 @@ def rewrite_reduce(
 
 
 def reduced(nodes: ReduceNodes, result: fx.Node) -> dict[fx.Node, fx.Node]:
-    """``{old node: result}``. The old nodes are the site's result and, if there is only one collective, the collective
-    and its wait."""
+    """``{old node: result}`` for the site's result and, if it has only one collective, for the collective and its
+    wait."""
     replaced = {nodes.result: result}
     if len(nodes.collectives) == 1:
         replaced[nodes.collectives[0].node] = result

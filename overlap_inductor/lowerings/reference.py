@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain implementations of sites: the ordinary collective and the whole matmul, one after the other.
-
-An op that runs a whole site calls these functions if it does not overlap the site, e.g. below ``min_rows`` tokens.
-Some of these ops also call ``product`` when they do overlap the site.
-"""
+"""Plain implementations of sites: the ordinary collective and the whole matmul, one after the other."""
 
 from __future__ import annotations
 
@@ -30,16 +26,13 @@ def _sum_of_products(
 
 
 def _average(tensor: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    # The collective computes a sum, and this function divides it, because gloo has no reduce op for averages.
+    # Divide the sum here, because gloo has no reduce op for averages.
     return tensor / group.size() if reduce_op == "avg" else tensor
 
 
 def reduced(pattern: str, partial: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of ``partial [M, N]`` over all ranks, or the average if ``reduce_op`` is ``avg``.
-
-    Pattern ``matmul_all_reduce`` returns all rows and overwrites ``partial``. Any other pattern is a reduce-scatter,
-    which returns this rank's rows ``[M / W, N]``.
-    """
+    """The sum of ``partial [M, N]`` over all ranks, or the average if ``reduce_op`` is ``avg``. ``matmul_all_reduce``
+    returns all rows and overwrites ``partial``. Other patterns return this rank's rows ``[M / W, N]``."""
     if pattern == "matmul_all_reduce":
         dist.all_reduce(partial, group=group)
         return _average(partial, reduce_op, group)
@@ -58,8 +51,8 @@ def all_gather_matmul(
 
 
 def exchanged(whole: torch.Tensor, columns: bool, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send a slice of the rows of ``whole`` to each rank, or a slice of its columns if ``columns``. Returns the slices
-    that arrived, one below the other, in the order of the ranks that sent them."""
+    """Send each rank a slice of the rows of ``whole``, or of its columns if ``columns``. Returns the arrived slices,
+    one below the other, in the order of their senders."""
     (rows, width), ranks = whole.shape, group.size()
     by_rank = whole
     if columns:
@@ -70,8 +63,7 @@ def exchanged(whole: torch.Tensor, columns: bool, group: dist.ProcessGroup) -> t
 
 
 def side_by_side(received: torch.Tensor, ranks: int) -> torch.Tensor:
-    """A new tensor ``[m, W*k]`` that has the ranks' slices side by side. In ``received [W*m, k]``, the slices are one
-    below the other."""
+    """A new tensor ``[m, W*k]``: the slices of ``received [W*m, k]`` side by side."""
     rows, width = received.shape
     return torch.cat(received.view(ranks, rows // ranks, width).unbind(), dim=1)
 
@@ -100,7 +92,7 @@ def matmul_all_reduce(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of each row of ``x [M, N]``, as in Llama: normalised in fp32, rounded to the dtype of ``x``, then
+    """RMSNorm of each row of ``x [M, N]``, as in Llama. Normalised in fp32, rounded to the dtype of ``x``, then
     multiplied by ``weight [N]``."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -15,9 +15,8 @@ from overlap_inductor.lowerings.small_message.schedule import SMALL_MESSAGE
 from overlap_inductor.lowerings.wave_groups.schedule import WAVE_GROUPS
 
 SCHEDULES: list[SiteSchedule] = []
-"""The registered schedules, in the order in which they were registered. A schedule that calls another schedule's op
-takes the first schedule with ``called_by_others`` that pays. So of these, register the one with the lowest host cost
-first."""
+"""The registered schedules, in the order of their registration. A schedule that calls another schedule's op takes the
+first ``called_by_others`` that pays. So register the one with the lowest host cost first."""
 
 
 def register(schedule: SiteSchedule) -> None:
@@ -38,8 +37,7 @@ def schedule_named(name: str) -> SiteSchedule:
 
 
 def define_ops() -> None:
-    """Define every op of ``overlap_inductor::``. A graph that is loaded from a cache needs the ops, even if the pass
-    did not run in this process."""
+    """Define every op of ``overlap_inductor::``. A graph from a cache needs them, even if the pass did not run here."""
     for name in ("overlap_inductor.lowerings.group_ops", *(m for s in SCHEDULES for m in s.ops)):
         import_module(name)
 

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring rows into the ranks' order, for every site that is written as one op.
 
-Some schedules write each site as one op (``lowerings.fused.ops`` ...). These ops, and those of
-``lowerings.ring.looped_reduce_ops``, compute 2-D matmuls whose rows are cut. The rows of rank 0 come first, then those
-of rank 1, and so on. This is the *ranks' order*. Sites that are cut in another way are brought into this form:
+In the *ranks' order*, the rows of rank 0 come first, then those of rank 1, and so on. The ops of some schedules compute
+2-D matmuls with rows in this order. Other sites are brought into this form:
 
-- If an inner dim is gathered or scattered, the rows have the order ``[outer, rank, chunk]``, and they are permuted.
-  After a gather, the rows of the result are permuted. Before a scatter, the rows of the left operand are permuted.
-- If columns are cut, the op computes the transposed product, and its result is transposed and copied. The vendor's
-  matmul reads the transposed operands where they are. A Triton kernel needs a left operand that is contiguous and
-  aligned to 16 bytes; the op first copies any other left operand (``operands.left_operand``).
+- Rows in the order ``[outer, rank, chunk]`` are permuted: in the result after a gather, in the left operand before a
+  scatter.
+- If columns are cut, the op computes the transposed product. Its result is transposed and copied. The vendor's matmul
+  reads transposed operands in place; a Triton kernel may need a copy (``operands.left_operand``).
 
-A matmul whose contracted dim is cut does not fit this form. The ring has an op for such a matmul
-(``lowerings.ring.looped_gather``). After an all-to-all, other schedules may have one, too (``one_op.exchange_rows``).
+For a cut contracted dim, there are other ops (``lowerings.ring.looped_gather``, ``one_op.exchange_rows``).
 """
 
 from __future__ import annotations
@@ -35,20 +32,19 @@ overlap = torch.ops.overlap_inductor
 
 PLAIN: tuple[str, ...] = ("mm", "addmm")
 SCALED: tuple[str, ...] = ("scaled_mm",)
-"""Kinds of matmuls (``MatmulNode.kind``). One op computes either matmuls of kinds in ``PLAIN`` or matmuls of kinds in
-``SCALED``, never both. The ring's looping ops compute only kinds in ``PLAIN``."""
+"""Kinds of matmuls (``MatmulNode.kind``). One op computes either kinds in ``PLAIN`` or kinds in ``SCALED``, never both.
+The ring's looping ops compute only kinds in ``PLAIN``."""
 CONTRACTION = (
     "a matmul contracts the dim that is divided among the ranks; expected it among the matmul's rows or columns"
 )
 """Why an op that computes only rows or columns cannot compute a matmul."""
 Op = Callable[[str], Any]
-"""Takes the prefix that precedes the pattern in the name of a schedule's op (empty, ``sum_`` or ``contracted_``), and
-returns the op's overload."""
+"""The overload of a schedule's op, by the prefix before the pattern in its name (empty, ``sum_`` or
+``contracted_``)."""
 
 
 def is_row(node: fx.Node) -> bool:
-    """Whether ``node`` has at least one dim, and size 1 in all dims but the last. Such a row broadcasts to any number
-    of rows."""
+    """Whether ``node`` has at least one dim, and size 1 in all dims but the last."""
     return bool(tools.shape(node)) and all(isinstance(s, int) and s == 1 for s in tools.shape(node)[:-1])
 
 
@@ -58,9 +54,8 @@ def bias_row(emit: StepEmitter, row: fx.Node) -> fx.Node:
 
 
 def as_bits_of(emit: StepEmitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """``x`` with its bits read as ``dtype``. Elements of ``dtype`` must be as large as those of ``x``. The function is
-    used for fp8 data that is sent as bytes. No node is written if ``x`` already has this dtype, or if ``x`` only views
-    the bits of a node that has this dtype."""
+    """``x`` with its bits read as ``dtype``, for fp8 data that is sent as bytes. Elements of both dtypes have the same
+    size. A node is written only if needed."""
     if tools.is_bitcast(x) and tools.dtype(x.args[0]) == dtype:
         return x.args[0]
     return x if tools.dtype(x) == dtype else emit.call(aten.view.dtype, x, dtype)
@@ -72,8 +67,8 @@ def transposed(emit: StepEmitter, x: fx.Node) -> fx.Node:
 
 
 def rows_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
-    """``x [rows, columns]`` with its rows moved from the ranks' order to the tensor's own order. Without
-    ``from_ranks``, they are moved from the tensor's own order to the ranks' order."""
+    """``x [rows, columns]`` with its rows moved from the ranks' order to the tensor's own order. If not ``from_ranks``,
+    they are moved back."""
     if isinstance(sharded.outer, int) and sharded.outer == 1:
         return x
     rank, columns = Atom(emit.world_size, rank=True), Atom(tools.shape(x)[1])
@@ -90,8 +85,7 @@ def columns_in_place(emit: StepEmitter, x: fx.Node, sharded: ShardedDim, from_ra
 
 
 def gathered_as(emit: StepEmitter, nodes: GatherNodes, gathered: fx.Node) -> dict[fx.Node, fx.Node]:
-    """``{old node: its replacement}`` for the collective and its wait. ``gathered`` has the rows of all shards, in the
-    ranks' order."""
+    """The replacements of the collective and its wait. ``gathered``: the rows of all shards, in the ranks' order."""
     whole = as_bits_of(
         emit, emit.reshape(gathered, tools.shape(nodes.collective.node)), tools.dtype(nodes.collective.node)
     )

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SiteSchedule``: the interface through which the planner and the rewriter use a schedule.
-
-Each schedule has one implementation. ``lowerings.registry`` lists them.
-"""
+"""``SiteSchedule``: the interface through which the planner and the rewriter use a schedule."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.step_emitter import StepEmitter
 
 Replaced = dict[fx.Node, fx.Node]
+"""``{old node: its replacement}``."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,7 @@ class ExchangeTerms:
 
     Attributes:
         parameters: the parameters of a plan's piece that must be the same on all ranks.
-        cut: ``(sizes, words)``: the sizes of the dims that are cut for the transfer, and a text that says which dims
-            they are. ``None`` if nothing is cut.
+        cut: ``(sizes, words)`` of the dims that are cut for the transfer; ``None`` if nothing is cut.
         computes_ahead: whether the nodes of ``SiteNodes.computed_ahead`` are computed before data is sent.
     """
 
@@ -52,7 +49,7 @@ class OpCall:
         ranks: global ranks of the group.
         tokens: rows of the whole tensor: after a gather, or before a scatter.
         dtype: the operands' dtype.
-        sent: the dtype of the elements that the collective moves.
+        sent: the dtype that the collective moves.
         scaled: whether the operands are fp8 with scales.
     """
 
@@ -72,7 +69,7 @@ class OpCall:
 
 
 class SingleOp(Protocol):
-    """A schedule that writes each site as one op, which can also be called without a graph.
+    """A schedule whose op can also be called without a graph. Each of its sites is one op.
 
     The op is ``overlap_inductor::<schedule>_<pattern>``, or ``..._scaled_<pattern>`` for fp8. Its arguments are the
     operands, as in ``lowerings.one_op.ops``, then the settings as JSON text.
@@ -80,12 +77,12 @@ class SingleOp(Protocol):
 
     @property
     def parameters(self) -> type:
-        """The dataclass whose fields the settings may set."""
+        """The dataclass of the settings."""
         ...
 
     def why_no_call(self, call: OpCall, transport: str, device: torch.device) -> str | None:
-        """Why the op cannot compute ``call`` over ``transport``; ``None`` if it can. If ``transport`` is empty, any
-        transport may be used. The answer is the same on all ranks."""
+        """Why the op cannot compute ``call`` over ``transport`` (empty: any transport), or ``None``. The same on all
+        ranks."""
         ...
 
     def settings_of(self, call: OpCall, transport: str) -> dict[str, Any]:
@@ -93,13 +90,12 @@ class SingleOp(Protocol):
         ...
 
     def request_of(self, call: OpCall, settings: str, site: str) -> Request | None:
-        """The workspace that ``call`` needs with ``settings`` (JSON text); ``None`` if it needs none."""
+        """The workspace that ``call`` needs with ``settings`` (JSON text), or ``None``."""
         ...
 
 
 class SiteSchedule(Protocol):
-    """A way to overlap a site. A schedule says which sites it computes, estimates their time, and plans and rewrites
-    them."""
+    """A way to overlap a site: says which sites it computes, estimates their time, plans and rewrites them."""
 
     @property
     def name(self) -> str:
@@ -108,18 +104,17 @@ class SiteSchedule(Protocol):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Names of the transports that may move the schedule's bytes, as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
+        """Names of the transports that may move the schedule's bytes."""
         ...
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Names of the patterns that the schedule computes. Its methods that take a site are called with sites of these
-        patterns only."""
+        """Names of the patterns that the schedule computes. Its methods get no other sites."""
         ...
 
     @property
     def noun(self) -> str:
-        """A noun for what computes a site, such as "fused kernel". Texts use it after "a" or "no"."""
+        """A noun such as "fused kernel". Texts use it after "a" or "no"."""
         ...
 
     @property
@@ -129,13 +124,13 @@ class SiteSchedule(Protocol):
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """Names of the modules that define the schedule's ops. ``registry.define_ops`` imports them."""
+        """The modules that define the schedule's ops. ``registry.define_ops`` imports them."""
         ...
 
     @property
     def called_by_others(self) -> bool:
         """Whether another schedule's op can call this schedule's all-reduce op, for token counts that the other
-        schedule does not serve. If so, ``settings`` must be the only parameter that this schedule's plan needs."""
+        schedule does not serve. If so, the plan of this schedule may need no parameter but ``settings``."""
         ...
 
     @property
@@ -145,22 +140,20 @@ class SiteSchedule(Protocol):
 
     @property
     def holds_workspace(self) -> bool:
-        """Whether the schedule's sites hold symmetric memory. If not, ``request`` always returns ``None``."""
+        """Whether the schedule's sites hold symmetric memory. If not, ``request`` returns ``None``."""
         ...
 
     def why_not_between(self, ranks: tuple[int, ...], device: torch.device) -> str | None:
-        """Why the schedule cannot run any site between these global ranks with tensors on ``device``; ``None`` if it
-        can. The answer is the same on all ranks. The command ``doctor`` shows it."""
+        """Why the schedule cannot run between these global ranks on ``device``, or ``None``. The same on all ranks. The
+        command ``doctor`` shows it."""
         ...
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
-        """Why the schedule cannot compute ``site`` under ``config``; ``None`` if it can. ``site`` has
-        passed ``passes.check``."""
+        """Why the schedule cannot compute ``site``, or ``None``. ``site`` has passed ``passes.check``."""
         ...
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
-        """The plan if the user names the schedule: the schedule runs for all token counts that it can serve, whatever
-        the estimates say."""
+        """The plan if the user names the schedule: all token counts that it can serve, whatever the estimates."""
         ...
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
@@ -168,38 +161,33 @@ class SiteSchedule(Protocol):
         ...
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
-        """The plan with the token counts at which the schedule is estimated to pay. A ``Reason`` if it pays but cannot
-        be chosen; ``None`` if it never pays."""
+        """The plan with the token counts at which the schedule should pay. A ``Reason`` if it pays but cannot be
+        chosen; ``None`` if it never pays."""
         ...
 
     def joined(
         self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]
     ) -> list[PlanPiece] | None:
-        """A plan for a dynamic token count that joins this schedule's plan ``own`` with the first of ``others``. The
-        other schedule serves token counts that this one does not serve. ``others``: plans of schedules that are
-        ``called_by_others``. ``None`` if this schedule does not join plans."""
+        """A plan for a dynamic token count: ``own``, and the first of ``others`` where ``own`` does not serve.
+        ``others``: plans of schedules that are ``called_by_others``. ``None`` if this schedule does not join plans."""
         ...
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Change the decisions of ``sites`` so that the rewrites add no more nodes than the graph's budget allows.
-
-        ``sites``: all sites of a graph that were decided for this schedule.
-        """
+        """Change decisions so that the rewrites fit the graph's budget of nodes. ``sites``: the graph's sites for this
+        schedule."""
         ...
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
-        """The workspace that ``piece`` needs; ``None`` if it needs none. ``piece``: a piece of the site's plan that
-        names this schedule."""
+        """The workspace that ``piece`` needs, or ``None``. ``piece``: a piece of the site's plan for this schedule."""
         ...
 
     def anchor(self, site: DecidedSite) -> fx.Node | None:
-        """The node before which the site is written, if no node of the site must move (``SiteNodes.place``). ``None``:
-        the site is written before its last collective."""
+        """The node before which the site is written, if no node of it must move (``SiteNodes.place``). ``None``: its
+        last collective."""
         ...
 
     def exchange(self, site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
-        """What the ranks compare before they exchange data for ``piece``. ``piece``: a piece of the site's plan that
-        names this schedule."""
+        """What the ranks compare before they exchange data for ``piece``, a piece of this schedule."""
         ...
 
     def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:

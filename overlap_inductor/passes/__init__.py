@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of the overlap pass (find sites, check, plan, rewrite), and the sequence-parallel rewrite before it. This
-file imports nothing; import the modules that you need."""
+"""The steps of the overlap pass (find sites, check, plan, rewrite), and the sequence-parallel rewrite before it."""

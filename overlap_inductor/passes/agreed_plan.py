@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the ``ExchangePlan`` of a graph: one line for each collective that all ranks of a group call. The plan is equal
-on all ranks that move the same bytes in the same way.
+"""Write the ``ExchangePlan`` of a graph: one line for each collective that all ranks of a group call.
 
-A line names the group, the collective and the dtype. For an overlapped site it also names all that the ranks must
-share, such as the shape, pattern, schedule, transport and parameters::
+Ranks that move the same bytes in the same way have equal plans. The line of an overlapped site names all that the ranks
+must share::
 
     g0: all_gather bfloat16 [2048, 8192] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)
     g0: all_reduce bfloat16 kept
 
-Sizes are those of the data that moves. They are equal on all ranks. Symbols are named in order of appearance (``d0``),
-because ranks may have named the same size differently. Groups are also named in order of appearance (``g0``), because
-the groups along one dim of a mesh have different names. Their ranks call the same collectives in the same order.
+Symbols (``d0``) and groups (``g0``) are named in order of appearance, because their own names differ between ranks.
 """
 
 from __future__ import annotations
@@ -43,8 +40,6 @@ from overlap_inductor.version import __version__
 
 
 class _Names:
-    """Names of groups and symbols in their order of appearance."""
-
     def __init__(self) -> None:
         self.groups: dict[str, str] = {}
         self.symbols: dict[Any, Any] = {}
@@ -65,8 +60,7 @@ class _Names:
 
 
 class SiteFootprint:
-    """What one overlapped site moves, read from the site's nodes before the rewrite erases them. ``lines`` gives it as
-    text once the site's place in the order of transfers is known."""
+    """What one overlapped site moves, read before the rewrite erases the site's nodes."""
 
     def __init__(self, site: DecidedSite, config: OverlapConfig) -> None:
         first = site.collectives[0]
@@ -74,8 +68,7 @@ class SiteFootprint:
         self.group = first.group_name
         self.what = _what(first)
         self.further = [(_what(c), *_beside(site, c)) for c in site.collectives[1:]]
-        # A rank knows only the numbers of rows that it sends and receives itself, so the plan does not name them. The
-        # program must give sender and receiver the same number, with or without overlap.
+        # A rank knows only its own numbers of rows, so the plan does not name them.
         shape = tools.shape(first.input)
         self.shape = ["uneven", *shape[1:]] if site.nodes.uneven_rows() else shape
         self.pattern = facts.pattern
@@ -85,16 +78,15 @@ class SiteFootprint:
         ahead = site.nodes.computed_ahead() if any(t.computes_ahead for t in terms) else []
         self.ahead = f" behind {', '.join(ahead)}" if ahead else ""
         self.cut = next((t.cut for t in terms if t.cut is not None), None)
-        # Sizes stay symbolic here, because ``lines`` names symbols in the order in which lines are written.
+        # Sizes stay symbolic here, because ``lines`` names symbols in the order of the lines.
         layouts = site.nodes.order_sent()
         self.order = _order(*layouts) if layouts is not None else []
-        # Ranks share workspace under the site's id, so the line names the id. The line also names the role of the
-        # sharded dim, because the tiles in the workspace depend on it.
+        # Ranks share workspace under the site's id. Its tiles depend on the role of the sharded dim.
         needs = planner.workspace([site]).get(self.group)
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
     def lines(self, names: _Names) -> list[str]:
-        """The line of the site's transfer, then one line for each further collective of the site (``_beside``)."""
+        """The line of the site's transfer, then one line for each further collective of the site."""
         further = [
             f"{names.group(self.group)}: {what}{'' if shape is None else f' {names.shape(shape)}'} {how} the one before"
             for what, how, shape in self.further
@@ -113,17 +105,18 @@ class SiteFootprint:
 
 
 def _beside(site: DecidedSite, collective: CollectiveNode) -> tuple[str, list[Any] | None]:
-    """What a further collective of a site does, in words that complete "... the one before". There are three cases. Its
-    tensor moves together with the tensor of the first collective. Or its result is added to the result of the first. Or
-    it returns the rows that the first one sent. Only in the first case do all ranks know the tensor's shape. The shape
-    is then returned, too; else ``None``."""
+    """What a further collective of a site does, as ``(words before "the one before", shape or None)``:
+
+    - ``with``: it moves together with the first collective. Only here do all ranks know the shape.
+    - ``added to``: its result is added to the first collective's result.
+    - ``returning rows of``: it returns the rows that the first collective sent.
+    """
     if collective in site.nodes.moved:
         return "with", tools.shape(collective.input)
     return ("added to" if site.nodes.is_sum else "returning rows of"), None
 
 
 def _what(collective: CollectiveNode) -> str:
-    """Kind, reduction and dtype."""
     op = f"({collective.reduce_op})" if collective.reduce_op else ""
     return f"{collective.kind}{op} {str(tools.dtype(collective.input)).removeprefix('torch.')}"
 
@@ -141,17 +134,15 @@ def _terms(site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
 
 
 def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
-    """The order in which ``leaf`` holds the elements of ``sent`` (``SiteNodes.order_sent``). A run is a list of atoms
-    that follow each other in both layouts. Returns ``(place among the runs of sent, size)`` for each run of ``leaf``.
-    Empty if both have the same order."""
+    """The order in which ``leaf`` holds the elements of ``sent`` (``SiteNodes.order_sent``): ``(place in sent, size)``
+    of each run in ``leaf``. A run is atoms that follow each other in both layouts. Empty if the orders are equal."""
     places = {_key(atom): i for i, atom in enumerate(sent.flat())}
     runs: list[tuple[int, list[Atom]]] = []
     newest = None
     for atom in leaf.flat():
         place = places.get(_key(atom), -1)
         if place < 0 and same_size(atom.size, 1):
-            # If each shard is a single index, the shard's atom has size 1, and only one of the two layouts contains it.
-            # Such an atom does not affect the order.
+            # An atom of size 1 may be in one layout only, and does not affect the order.
             continue
         if newest is not None and place == newest + 1:
             runs[-1][1].append(atom)
@@ -164,7 +155,7 @@ def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
 
 def _key(atom: Atom) -> int | str:
     """A key of an atom. All rank atoms share one key, because a ``cat`` that moves the rank to the front makes a new
-    rank atom."""
+    one."""
     return "rank" if atom.rank else id(atom)
 
 
@@ -184,10 +175,9 @@ def plan_of(
 
     Args:
         graph: the graph after the rewrite, or as written if ``first_op`` is empty.
-        sites: what ``footprints`` returned before the rewrite.
+        sites: the result of ``footprints``.
         first_op: ``{first op of a rewritten site: the site's id}``.
-        in_order: groups with a site whose rewrite keeps the program's own collectives. The plan says that the kept
-            collectives of these groups run in the graph's order.
+        in_order: groups whose kept collectives run in the graph's order.
     """
     names = _Names()
     steps = []
@@ -196,8 +186,7 @@ def plan_of(
             steps += sites[first_op[node]].lines(names)
         elif (kind := collectives.kept_kind(node)) is not None:
             group = collectives.group_name(node)
-            # A group of one rank exchanges nothing, so it gets no line. On other ranks, the same collective may have a
-            # larger group. The plans of those ranks then have a line for it, so the plans differ.
+            # A group of one rank exchanges nothing. If the group is larger on another rank, the plans differ.
             if group is not None and len(group_ranks(group) or ()) != 1:
                 steps.append(f"{names.group(group)}: {kind} kept")
     for group, program in graph.output_node().meta.get(DIVIDED, ()):

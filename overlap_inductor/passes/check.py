@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check whether a site may be rewritten: an ordered list of small checks.
 
-Each check has a reason code. To refuse a site, it returns a sentence that names the values it refuses. Otherwise it
-returns ``None``. The graph does not change.
+Each check has a reason code. It returns a sentence that names the values it refuses, or ``None``.
 """
 
 from __future__ import annotations
@@ -32,15 +31,14 @@ _FP8 = {
 
 @dataclass
 class Context:
-    """What the checks read in addition to the site: switches, limits of the compile, and the sites accepted so far.
+    """What the checks read in addition to the site.
 
     Attributes:
         refusal: why the compile can hold no overlap ops, or ``None``.
-        taken: the matmuls of accepted sites. The value is the site's id.
-        needed: nodes that must come before the steps of accepted sites: the steps' operands, the nodes moved up for
-            them, and what those nodes read. The value is the earliest anchor (``Placement.anchor``) that needs the
-            node.
-        sunk: nodes of accepted sites that the rewrite will move down. The value is the anchor to which the node moves.
+        taken: the matmuls of accepted sites, each with its site's id.
+        needed: nodes that must come before the steps of accepted sites, each with the earliest anchor
+            (``Placement.anchor``) that needs it.
+        sunk: nodes of accepted sites that the rewrite will move down, each with the anchor to which it moves.
     """
 
     config: OverlapConfig
@@ -63,7 +61,7 @@ CHECKS: list[tuple[str, Check]] = []
 
 
 def check(code: str) -> Callable[[Check], Check]:
-    """Register a check under its reason code. Checks run in the order of this file."""
+    """Register a check under its reason code."""
 
     def register(function: Check) -> Check:
         CHECKS.append((code, function))
@@ -177,8 +175,8 @@ def _streams(site: OverlapSite, context: Context) -> str | None:
 
 @check("mutation")
 def _mutation(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a site that reads a tensor which another node writes in place between the site's first and last node. If
-    the rewrite moved the read across the write, the site would read other data."""
+    """Refuse a site if a node between its nodes writes in place a tensor that the site reads. The rewrite could move
+    the read across the write."""
     members = [*_members(site), *site.nodes.others()]
     read = {id(i): i for n in members for i in n.all_input_nodes}
     node, last = min(members), max(members)
@@ -192,23 +190,22 @@ def _mutation(site: OverlapSite, context: Context) -> str | None:
 
 @check("hoist")
 def _hoist(site: OverlapSite, context: Context) -> str | None:
-    """Refuse a site if its matmuls' operands cannot be computed before its steps. There are two such cases. A node that
-    must stay where it is would have to move. Or the site and an accepted site would wait for each other."""
+    """Refuse a site if an immovable node would have to move, or if the site and an accepted site would wait for each
+    other."""
     placement = site.nodes.place()
     if placement is None:
         return None
     if placement.obstacle is not None:
         blocking = f"{placement.obstacle.name} ({placement.obstacle.target})"
         return f"the site's steps need {blocking}, which is computed too late and cannot be moved up"
-    # The site is refused only if accepted sites block every place that has no obstacle.
+    # Refuse the site only if accepted sites block every place without an obstacle.
     crossings = [_crossing(site, p, context) for p in site.nodes.places() if p.obstacle is None]
     return None if None in crossings else crossings[0]
 
 
 def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str | None:
-    """Why this site at ``placement`` and an accepted site would wait for each other's results, or ``None``. Sites are
-    accepted in the order in which they are found. The rewrite moves their nodes in the same order. So when it moves
-    this site's nodes, it has already moved those of the accepted sites."""
+    """Why this site at ``placement`` and an accepted site would wait for each other's results, or ``None``. The rewrite
+    moves the nodes of accepted sites first."""
     late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
         return f"another overlapped site would compute {_names(late)} only after this site's steps need {_them(late)}"
@@ -224,7 +221,7 @@ def _read(placement: Placement) -> set[fx.Node]:
 
 
 def _sunk(site: OverlapSite, placement: Placement) -> set[fx.Node]:
-    """The nodes that the rewrite moves down for the site, and the site's matmuls. Empty if no node moves down."""
+    """The nodes that the rewrite moves down for the site, with the site's matmuls. Empty if no node moves down."""
     return {*placement.sunk, *(m.node for m in site.matmuls)} if placement.sunk else set()
 
 
@@ -241,7 +238,6 @@ def _members(site: OverlapSite) -> list[fx.Node]:
 
 
 def refuse(site: OverlapSite, context: Context) -> Reason | None:
-    """The reason of the first check that refuses the site, or ``None``."""
     for code, function in CHECKS:
         text = function(site, context)
         if text is not None:

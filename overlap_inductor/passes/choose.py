@@ -23,8 +23,7 @@ from overlap_inductor.sites.nodes import OverlapSite
 
 
 class Choice(NamedTuple):
-    """The result of one walk: its finder, all ``sites`` with their decisions, and the ``chosen`` sites, which are to be
-    overlapped."""
+    """The result of one walk: its finder, all ``sites``, and the ``chosen`` sites, which are to be overlapped."""
 
     found: SiteFinder
     sites: list[DecidedSite]
@@ -36,13 +35,11 @@ def find_and_choose(
 ) -> Choice:
     """Find and decide all sites.
 
-    A reducing site may sum several matmuls. If one of them belongs to another site, the reducing site leaves it to that
-    site and reads the matmul's result as a plain tensor. So a matmul may be left to a site that is not overlapped. Two
-    changes are tried. Each is kept only if it overlaps more sites, or the same number of sites with more matmuls:
+    A site may sum several matmuls, and leaves a matmul of another site to that site. The other site may then not be
+    overlapped. So two changes are tried, and kept if they overlap more sites, or as many sites with more matmuls:
 
-    - If the other site is not overlapped, find again, and let the reducing site take the matmul.
-    - If the other site's matmul has the rest of the sum as its bias, write the matmul and the addition as two nodes
-      (``fused_sums.unfold``) and find again.
+    - If the other site is not overlapped, the summing site takes the matmul.
+    - If the rest of the sum is the matmul's bias, the matmul and the addition become two nodes (``fused_sums.unfold``).
 
     Args:
         phase: inference, forward or backward.
@@ -76,8 +73,7 @@ def find_and_choose(
 
 
 def _idle_owners(choice: Choice) -> set[str]:
-    """The sites to which a reducing site left a matmul, but which are not overlapped. Returns the name of each site's
-    first collective."""
+    """Each site that is not overlapped although another site left a matmul to it, by its first collective's name."""
     taken, left = {s.facts.id for s in choice.chosen}, choice.found.left
     return {
         s.collectives[0].node.name
@@ -98,8 +94,8 @@ def choose(
     failed: dict[str, Reason],
     host_bound: Mapping[fx.Node, Reason],
 ) -> tuple[list[DecidedSite], list[DecidedSite]]:
-    """Decide every site. Returns ``(all sites with their decisions, the sites to overlap)``. ``refusal`` and ``failed``
-    are as in ``find_and_choose``, and ``host_bound`` is the result of ``host_time.limits``."""
+    """Decide every site. Returns ``(all sites with their decisions, the sites to overlap)``. ``host_bound``: the result
+    of ``host_time.limits``."""
     context = legality.Context(config, refusal)
     decided = [_decide(site, config, context, failed, host_bound) for site in sites]
     planner.fit_workspace(_overlapped(decided), config)
@@ -121,7 +117,7 @@ def _decide(
     failed: dict[str, Reason],
     host_bound: Mapping[fx.Node, Reason],
 ) -> DecidedSite:
-    """The site with its decision. A site that is to be overlapped is accepted into ``context``."""
+    """The site with its decision. An overlapped site is accepted into ``context``."""
     keep = [PlanPiece("keep")]
     if site.facts.id in failed:
         return site.decided(Decision("failed", "analytic", keep, [failed[site.facts.id]]))

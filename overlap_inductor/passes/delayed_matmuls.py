@@ -1,32 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delay matmuls on which no other matmul or transfer depends. They then run under a transfer that would otherwise be
-exposed.
+"""Delay matmuls on which no other matmul or transfer depends, so that they run under an exposed transfer.
 
-In a backward graph, no other matmul reads a weight's gradient: it is a result of the graph. So the gradient's matmul
-may run later, while the ranks send partial sums of another gradient. (Megatron's delayed weight gradient; Qi et al.,
-arXiv:2401.10241, section 2, split the backward in the same way.) Before and after, for the scatter of an unrolled
-ring::
+An example is the matmul of a weight's gradient (Megatron's delayed weight gradient; Qi et al., arXiv:2401.10241,
+section 2). Before and after, for the scatter of an unrolled ring::
 
     dw = mm(dy^T, x)                                  dx pieces: mm, exchange_send ...
     dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
-A *seam* is two sites that are written together, band by band (``lowerings.ring.unrolled_bands``). A seam has a wait for
-each band, and the delayed matmul runs before the first of these waits. A collective that is no site has one wait, and
-the delayed matmul runs before it::
+For a collective that is no site::
 
     dw = mm(dy^T, x)                                  g = all_gather(e)
     y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
                                                       y = wait_tensor(g)                  # ordered after dw
 
-The op of experts (``lowerings.ring.looped_experts_ops``) starts to return the experts' rows, and a later wait completes
-the transfer. The gradients of the experts' weights already stand between the op and the wait, so they need not move.
-But the wait must stay behind them.
+Contract: the pass runs on a rewritten graph, before the graph's order is fixed. Two kinds of matmul move:
 
-Contract: the pass runs on a rewritten graph, before the graph's order is fixed. A delayed matmul moves down, together
-with the views and casts of its result. A matmul behind the wait for the experts' rows may move up, together with the
-nodes that it needs. A matmul moves only if no other node and no write in place is affected. Ranks may move different
-matmuls, because the exchange of data does not change.
+- down, to a transfer's wait, with the views and casts of its result;
+- up, before the wait for the experts' rows, with the nodes that it needs.
+
+No result changes. Ranks may move different matmuls, because the exchange of data does not change.
 """
 
 from __future__ import annotations
@@ -53,13 +46,13 @@ overlap = torch.ops.overlap_inductor
 SITE = "overlap_site"
 """Metadata of a step: the id of its site."""
 LEAST = 0.1
-"""A matmul is moved only if the transfer's time that is still exposed is longer than this fraction of the matmul's
-time. Moving has a cost: a matmul that runs late keeps its operands in memory."""
+"""A matmul moves only if the remaining exposed time is longer than this fraction of the matmul's time. A delayed matmul
+keeps its operands in memory for longer."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer in flight between ``start`` and ``wait``. ``seconds``: how long the ranks are estimated to wait."""
+    """A transfer in flight between ``start`` and ``wait``. ``seconds``: its estimated exposed time."""
 
     start: fx.Node
     wait: fx.Node
@@ -78,11 +71,11 @@ def delay(
     Args:
         exposed: for each site's id, the estimated seconds of its exposed transfers.
         in_bands: the ids of the sites that are written in bands.
-        kept: the collectives that are no sites, each with a wait of its own.
+        kept: the collectives that are no sites.
         flops_per_second: the rate of a matmul.
 
     Returns:
-        For each wait of ``kept`` under which matmuls were moved, these matmuls. The caller orders the wait after them.
+        For each wait of ``kept``, the matmuls that must come before it.
     """
     _hold_under_experts(graph)
     order: dict[fx.Node, set[fx.Node]] = {}
@@ -108,13 +101,8 @@ def delay(
 
 
 def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[str]) -> Iterator[Transfer]:
-    """One transfer for each site that is written in bands, and for each site with one wait for all hops. The transfer
-    lasts from the site's last send to its first wait.
-
-    A site in bands has a wait for each band. At the first wait, the transfers of all bands are under way, and the link
-    carries them in order. A matmul in front of the first wait shortens the wait for each band. So it can hide the
-    exposed time of all bands. In front of a later wait, it could only hide the exposed time of that band and of the
-    bands after it."""
+    """The transfers of sites with one wait and of sites in bands, each from the last send to the first wait. A matmul
+    before this wait can hide the transfers of all bands."""
     sends: dict[str, fx.Node] = {}
     waits: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -129,15 +117,12 @@ def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[s
 
 
 def _hold_under_experts(graph: fx.Graph) -> None:
-    """Order the wait for the experts' returned rows after the matmuls that stand between the experts and this wait.
-    These are, for example, gradients of the experts' weights. Otherwise Inductor may order these matmuls after the
-    wait. Matmuls behind the wait that do not need the rows, such as those of a shared expert, move in front of the
-    wait."""
+    """Order the wait for the experts' returned rows (``lowerings.ring.looped_experts_ops``) after the matmuls between
+    the experts and the wait. Matmuls behind the wait that do not need the rows move in front of it."""
     waits = graph.find_nodes(op="call_function", target=overlap.exchange_wait.default)
     for experts in graph.find_nodes(op="call_function", target=overlap.all_to_all_experts.default):
         for wait in (w for w in waits if w.meta.get(SITE) == experts.meta[SITE]):
-            # The returned rows are in the buffer that the wait writes. So every node that reads the buffer needs the
-            # wait.
+            # The wait writes the returned rows into its buffer. So every reader of the buffer needs the wait.
             late: set[fx.Node] = {wait, *_computed_after(wait)}
             for node in [n for n in graph.nodes if wait < n and n not in late and _is_matmul(n)]:
                 for needed in _needed_ahead(node, wait):
@@ -150,7 +135,7 @@ def _hold_under_experts(graph: fx.Graph) -> None:
 
 
 def _computed_after(wait: fx.Node) -> set[fx.Node]:
-    """The nodes behind ``wait`` that are computed from the tensors that it waits for."""
+    """The nodes behind ``wait`` that are computed from its result or from its buffer."""
     found: set[fx.Node] = set()
 
     def visit(node: fx.Node) -> bool:
@@ -168,9 +153,8 @@ def _is_matmul(node: fx.Node) -> bool:
 
 
 def _needed_ahead(node: fx.Node, wait: fx.Node) -> list[fx.Node]:
-    """In graph order, ``node`` and the nodes that must move in front of ``wait`` with it. Empty if one of them must
-    stay. It must stay if it needs the result of ``wait``, has an effect besides its own result, or reads a tensor that
-    is written in between."""
+    """In graph order, ``node`` and the nodes that must move in front of ``wait`` with it. Empty if one of them cannot
+    move."""
     found = needed_behind([node], wait)
     buffer = wait.args[1]
     if any(n is wait or not movable(n) or operators.is_mutable(n) or buffer in n.all_input_nodes for n in found):
@@ -187,8 +171,8 @@ def _may_wait(node: fx.Node) -> bool:
 
 
 def _computed_from(node: fx.Node) -> list[fx.Node] | None:
-    """The views, casts and permutations that lead from ``node`` to the graph's results, in graph order. ``None`` if any
-    other node reads ``node`` or one of them."""
+    """In graph order, the views, casts and permutations from ``node`` to the graph's results. ``None`` if there are
+    other readers."""
     found: set[fx.Node] = set()
     pending = [node]
     while pending:
@@ -203,8 +187,8 @@ def _computed_from(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _may_move(node: fx.Node, behind: list[fx.Node], wait: fx.Node) -> bool:
-    """Whether ``node`` and ``behind`` may move to just before ``wait``. They may if no node in between writes a tensor
-    that they read, and if none of them writes a tensor in place."""
+    """Whether ``node`` and ``behind`` may move to just before ``wait``: none writes in place, and no node in between
+    writes a tensor that they read."""
     inside = {node, *behind}
     read = [i for n in inside for i in n.all_input_nodes if i not in inside]
     return not tools.written_between(node, wait, read) and not any(operators.is_mutable(n) for n in inside)

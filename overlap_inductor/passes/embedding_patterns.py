@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pattern ``embedding_all_to_all``: each rank looks up the batch in tables of its own, and an all-to-all exchanges the
-results. In the backward graph an all-to-all returns the gradients of these results to the ranks that hold the tables.
-Each rank then computes the gradients of its tables (DLRM; arXiv:2305.06942, section 3)."""
+results. In the backward, an all-to-all returns the results' gradients to the ranks that hold the tables (DLRM;
+arXiv:2305.06942, section 3)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from overlap_inductor.sites.nodes import CollectiveNode
 
 
 class EmbeddingAllToAll:
-    """See ``Pattern``. The finder asks this pattern before the all-to-all patterns with matmuls. The reason: if the
-    exchange hides behind the lookups, the matmuls stay whole."""
+    """See ``Pattern``. It comes before the all-to-all patterns with matmuls. If lookups hide the exchange, the matmuls
+    stay whole."""
 
     name = "embedding_all_to_all"
     kind = "all_to_all"

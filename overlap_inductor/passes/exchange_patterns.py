@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the sites of matmuls and all-to-alls: experts' dispatch and combine, and Ulysses attention, which exchanges a
-shard of the sequence for a shard of the heads.
+"""Find the sites of matmuls and all-to-alls: experts' dispatch and combine, and Ulysses attention.
 
 ::
 
@@ -8,10 +7,7 @@ shard of the sequence for a shard of the heads.
     mm(f(wait_tensor(all_to_all_single(x))), w)      all_to_all_matmul
     all_to_all_single(f(wait_tensor(all_to_all_single(x))))    all_to_all_experts    f: grouped matmuls of the rows
 
-``find_dispatched`` follows the rows from the first exchange to the second. ``find_reduce`` follows an all-to-all's
-input backward, and ``find_received`` follows its result forward. ``find_banded`` finds sites with ops that
-``find_reduce`` cannot cut: norms and rotary embeddings between a projection and its exchange. The parts that ranks send
-to each other may have different sizes (``sites.uneven_nodes``).
+Ranks may send each other parts of different sizes (``sites.uneven_nodes``).
 """
 
 from __future__ import annotations
@@ -30,8 +26,8 @@ from overlap_inductor.sites.nodes import CollectiveNode
 
 
 class AllToAllExperts:
-    """Pattern ``all-to-all -> experts -> all-to-all`` (see ``Pattern``). The finder asks it before
-    ``MatmulAllToAll`` and ``AllToAllMatmul``, so that both exchanges become one site."""
+    """Pattern ``all-to-all -> experts -> all-to-all`` (see ``Pattern``). It comes before ``MatmulAllToAll`` and
+    ``AllToAllMatmul``, so that both exchanges become one site."""
 
     name = "all_to_all_experts"
     kind = "all_to_all"
@@ -52,8 +48,8 @@ class AllToAllExperts:
 
 
 class MatmulAllToAll:
-    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). The finder asks it before ``all-to-all -> matmul``. So if
-    an exchange stands between a projection and an attention of plain matmuls, the projection hides the exchange."""
+    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). It comes before ``AllToAllMatmul``, so a projection hides the
+    exchange before an attention of plain matmuls."""
 
     name = "matmul_all_to_all"
     kind = "all_to_all"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find every site of a graph, and give a reason for every collective that is part of no site.
 
-This module names no pattern. At each collective it asks, in order, the patterns of ``passes.patterns`` that start at a
-collective of that kind. The graph does not change::
+At each collective, the finder asks the patterns of ``passes.patterns`` of the collective's kind, in order. The graph
+does not change::
 
     for each collective in graph order:
         for each pattern of its kind: Match -> a site; Miss -> its reasons
@@ -37,10 +37,9 @@ class SiteFinder:
 
     Attributes:
         phase: inference, forward or backward.
-        idle: names of collectives. A site at one of them does not own its matmuls, so another site may take these
-            matmuls into a sum.
+        idle: names of collectives whose sites leave their matmuls to other sites.
         left: matmuls that patterns left to other sites (``Match.left``, ``Miss.left``).
-        merged: collectives that a pattern merged into one site. ``run`` looks for no other site at them.
+        merged: further collectives of sites with several collectives; ``run`` skips them.
         sites, near_misses: what ``run`` found, in graph order.
     """
 
@@ -71,16 +70,14 @@ class SiteFinder:
         }
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of all sites of early patterns and of the sites found so far. If ``idle`` names a site's first
-        collective, that site's matmuls are left out. Sites of early patterns count even if they come later in the
-        graph: a sum of all-reduces is found at its first all-reduce, but may read later matmuls."""
+        """As ``Search.owned``. A sum of all-reduces may read matmuls that stand after its first all-reduce, so later
+        early sites count too."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]
         return {m.node for node, nodes in early + found if node.name not in self.idle for m in nodes.matmuls}
 
     def taken(self) -> set[fx.Node]:
-        """The collectives of all sites of early patterns and of the sites found so far. Sites of early patterns count
-        even if they come later in the graph: a site of several collectives is found at its first collective."""
+        """As ``Search.taken``."""
         early = [m.nodes for m in self._early.values() if isinstance(m, Match)]
         return {c.node for nodes in [*early, *(s.nodes for s in self.sites)] for c in nodes.collectives}
 
@@ -118,10 +115,8 @@ class SiteFinder:
         anchor = nodes.matmuls[0].node
         facts = finding.describe(collective.node, collective.kind, found.dim, found.role)
         module = naming.module_of(anchor) or naming.module_of(collective.node)
-        # The id must be the same on all ranks. So it is made from what the collective moves, and from the collective's
-        # place among the collectives of the graph. Node names may differ between ranks, because their numbers depend on
-        # other nodes of the graph. Matmuls may differ too: in the size of a dim, or in a bias or a padding that only
-        # some ranks have.
+        # The id must be the same on all ranks. Node names may differ, and so may a matmul's sizes, bias and padding. So
+        # the id is made of what the collective moves, and of its number among the collectives.
         ordinal = self._ordinals[collective.node]
         moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
         identity = naming.site_id(pattern.name, module, self.phase, ordinal, moves)

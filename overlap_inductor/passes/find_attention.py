@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``all-gathers of keys and values -> attention``: context parallelism, in which each rank has the queries, keys
-and values of its own tokens.
-
-::
+"""Find ``all-gathers of keys and values -> attention`` (context parallelism: each rank has the queries, keys and values
+of its own tokens)::
 
     k = cat(split(wait_tensor(all_gather(own keys))), dim=2)         # [batch, heads, R s, width]
     v = cat(split(wait_tensor(all_gather(own values))), dim=2)       # or one gather of both
     y = scaled_dot_product_attention(q, k, v, mask)[0]
     ->  y merged from the attention to each rank's keys              # while the next rank's keys and values move
 
-Contract: the graph does not change. Views, pieces and joins of pieces may stand between the gathers and the attention.
+Views, pieces and joins of pieces may stand in between.
 """
 
 from __future__ import annotations
@@ -36,12 +34,12 @@ from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.torch_compat import operators
 
 STEPS = 12
-"""The most nodes on the way from the gather to the attention."""
+"""The most nodes from the gather to the attention."""
 
 
 class AllGatherAttention:
-    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). If keys and values have a
-    gather each, the site starts at the first gather."""
+    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). The site starts at the first of its
+    gathers."""
 
     name = "all_gather_attention"
     kind = "all_gather"
@@ -60,8 +58,7 @@ class AllGatherAttention:
 
 
 def _readers(wait: fx.Node) -> Iterator[AttentionNode]:
-    """The attention ops whose keys or values are computed from ``wait`` through at most ``STEPS`` nodes, nearest
-    first."""
+    """The attention ops whose keys or values are computed from ``wait``, nearest first."""
 
     def computes(node: fx.Node) -> bool:
         return node.op == "call_function" and not operators.is_functional_collective(node)
@@ -70,7 +67,6 @@ def _readers(wait: fx.Node) -> Iterator[AttentionNode]:
 
 
 def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
-    """The site at an attention op, or why there is none."""
     if (refusal := reader.refusal()) is not None:
         return Reason("matmul_form", refusal)
     operands, taken = [], search.taken()
@@ -106,7 +102,7 @@ def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
 
 
 def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
-    """The all-gather that is reached from ``node`` by going from each node to its first input, or ``None``."""
+    """The all-gather behind ``node``, through each node's first input, or ``None``."""
     for _ in range(STEPS):
         if operators.is_wait(node):
             while operators.is_wait(node):
@@ -120,8 +116,8 @@ def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
 
 
 def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -> GatheredOperand | Reason:
-    """``node``, the keys or the values, as a part of the gathered tensor. A ``Reason`` if it is no such part, or if the
-    keys of one rank are not consecutive."""
+    """``node``, the keys or the values, as a part of the gathered tensor, or why it is none. Each rank's keys must be
+    consecutive."""
     follower = PartFollower(collective)
     part = follower.part(node)
     if isinstance(part, Reason):
@@ -142,8 +138,8 @@ def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -
 
 
 def _other_results(reader: AttentionNode) -> Reason | None:
-    """Why the site must stay as written: a node reads a result of the attention op other than the output. ``None`` if
-    only the output is read."""
+    """Why the site must stay as written, or ``None``: a node reads another result of the attention op than the
+    output."""
     others = [node for node, number in reader.results().items() if number and node.users]
     if not others:
         return None

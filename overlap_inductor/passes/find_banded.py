@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``matmul -> row-wise ops -> all-to-all``: the projections of Ulysses attention, followed by a norm of q and k
-or by a rotary embedding (``sites.banded_nodes``).
+"""Find ``matmul -> row-wise ops -> all-to-all``: the projections of Ulysses attention, followed by a norm of q and k or
+by a rotary embedding (``sites.banded_nodes``).
 
-This finder runs only if ``find_reduce`` finds no site. (``find_reduce`` cuts the matmul's result into the ranks'
-slices. This finder cuts the tokens into bands.) It walks back from the all-to-all to the one matmul that computes the
-all-to-all's input, and then forward with ``sites.row_wise``. R: number of ranks::
+The finder walks back from the all-to-all to its one matmul, and then forward with ``sites.row_wise``. R: number of
+ranks::
 
     q = mm(x, w)                                         # [tokens] [R heads width]
     y = norm(q) * cos + turned(norm(q)) * sin            # any ops that compute each token by itself
     out = wait_tensor(all_to_all_single(permute(y)))     # [R] [tokens] [heads width]
     ->  for each band of tokens: mm, norm, rotary embedding; send the band's part of each rank's slice
-
-A node after the all-to-all may also read the result of the matmul or of a row-wise op, for example to save it for a
-backward graph. Then the bands of this result are joined. The finder does not change the graph.
+        q, y as joined bands                             # if a later node reads them
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import CollectiveNode
 
 MOST_NODES = 200
-"""The most nodes that the search from an all-to-all back to its matmul may see."""
+"""The most nodes of the search from an all-to-all back to its matmul."""
 
 
 def find_banded(collective: CollectiveNode, owned: Collection[fx.Node]) -> BandedNodes | None:
@@ -62,7 +59,7 @@ def find_banded(collective: CollectiveNode, owned: Collection[fx.Node]) -> Bande
 
 
 def _behind(root: fx.Node) -> set[fx.Node]:
-    """``root`` and the nodes from which it is computed, up to matmuls and up to ops that are neither views nor
+    """``root`` and the nodes from which it is computed, back to matmuls and to ops that are neither views nor
     row-wise."""
     pending, seen = [root], {root}
     while pending and len(seen) < MOST_NODES:
@@ -140,9 +137,9 @@ def _viewed(node: fx.Node, layout: Layout) -> Layout:
 
 
 def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple[Atom, list[Atom]]:
-    """``(the atom that counts the receiving ranks, the atoms of a slice in order)``. If the input is a flattened view
-    of a tensor ``[R, ...]``, that tensor is read instead. A reshape could not split a flattened dim of symbolic size
-    into ranks and slices. Raises ``LayoutError`` if no single atom counts the receiving ranks."""
+    """``(the atom that counts the receiving ranks, the atoms of a slice in order)``. Raises ``LayoutError`` if no
+    single atom counts these ranks. Reads a flattened view of ``[R, ...]`` before the flattening: a flattened symbolic
+    dim cannot be split."""
     source, ranks = collective.input, collective.world_size
     while _is_view(source) and tools.permutation(source) is None and tools.shape(source)[:1] != [ranks]:
         source = source.args[0]
@@ -159,8 +156,7 @@ def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple
 
 
 def _externals(layouts: dict[fx.Node, Layout], through: dict[fx.Node, fx.Node], band: Atom) -> list[fx.Node]:
-    """The tensors that the region reads and does not compute. Raises ``LayoutError`` if one of them cannot be cut
-    into the bands."""
+    """The tensors that the region reads. Raises ``LayoutError`` if one of them cannot be cut into bands."""
     found: dict[fx.Node, None] = {}
     for user in layouts:
         if user in through or matmuls.parse(user) is not None:

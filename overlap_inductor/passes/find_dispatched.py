@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``all-to-all -> experts -> all-to-all``: follow the rows from the first exchange through the experts to the
-exchange that returns the rows (``sites.dispatched_nodes``)::
+exchange that returns them (``sites.dispatched_nodes``)::
 
     wait_tensor(all_to_all(x))[index] -> grouped matmuls, pointwise ops -> index_put(empty, [index], y) -> all_to_all
 
-The experts' rows are cut into pieces. Each piece holds the rows that one rank sent. The pieces give the same results,
-because the grouped matmuls and the pointwise ops compute each row by itself, and a piece's rows keep their experts.
+The rewrite cuts the experts' rows into one piece for each rank that sent rows. Every op in between computes each row by
+itself, and a row keeps its expert.
 
-The index must be proved to hold each row once (``sites.permutations``). If the index left a row out, ``index_put``
-would keep the old values of that row. If the index held a row twice, the row would be computed twice.
+The index must hold each row once (``sites.permutations``). ``index_put`` would leave a missing row at its old values,
+and a repeated row would be computed twice.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ aten = tools.aten
 def find_dispatched(
     dispatch: CollectiveNode, collectives: dict[fx.Node, CollectiveNode]
 ) -> tuple[DispatchedNodes | None, Reason | None]:
-    """``(site at the first exchange, None)``, or ``(None, why there is no site)``. ``(None, None)`` if no rows go from
-    this exchange through grouped matmuls to another exchange. ``collectives``: the collectives that may be part of a
-    site, by node."""
+    """``(site at the first exchange, None)``, or ``(None, why there is no site)``. The reason is ``None`` if no rows go
+    through grouped matmuls to another exchange. ``collectives``: those that may be part of a site, by node."""
     indexed = _indexed(dispatch)
     if indexed is None:
         return None, None
@@ -52,8 +51,7 @@ def find_dispatched(
 
 
 def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
-    """The node that puts the exchange's rows into the order of an index; ``None`` if there is none, or if another node
-    reads the rows too."""
+    """The only reader of the exchange's rows, if it puts them into the order of an index; else ``None``."""
     if changes_shards(dispatch.node) or len(tools.shape(dispatch.wait)) != 2:
         return None
     readers = [u for u in dispatch.wait.users if u.target is not aten.sym_size.int]
@@ -66,8 +64,7 @@ def _indexed(dispatch: CollectiveNode) -> fx.Node | None:
 
 
 def _steps(indexed: fx.Node) -> list[fx.Node]:
-    """``indexed`` and the nodes after it from which the rows for ``index_put`` are computed, in graph order. Each node
-    computes row by row. Other nodes may also read the results, for example the matmul of a weight's gradient."""
+    """In graph order, ``indexed`` and the row-wise nodes from which the rows for ``index_put`` are computed."""
     found = {indexed}
 
     def visit(node: fx.Node) -> bool:
@@ -81,7 +78,6 @@ def _steps(indexed: fx.Node) -> list[fx.Node]:
 
 
 def _needed(found: set[fx.Node]) -> set[fx.Node]:
-    """The nodes in ``found`` from which the rows for ``index_put`` are computed."""
     needed: set[fx.Node] = set()
     pending = [n for n in found if any(u.target is aten.index_put.default and u.args[2] is n for u in n.users)]
     while pending:
@@ -105,7 +101,7 @@ def _by_rows(node: fx.Node, indexed: fx.Node, found: set[fx.Node]) -> bool:
 
 
 def _why_not(nodes: DispatchedNodes, indexed: fx.Node) -> str | None:
-    """Why the nodes between the two exchanges cannot be computed for some rows at a time, or ``None``."""
+    """Why the nodes between the two exchanges cannot be computed in pieces, or ``None``."""
     put, dispatch, combine = nodes.put, nodes.dispatch, nodes.combine
     index = indexed.args[1][0]
     if list(put.args[1]) != [index]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``all-gather -> matmul``: follow the gathered tensor forward to every matmul that it is an operand of.
+"""Find ``all-gather -> matmul``: follow the gathered tensor forward to every matmul of which it is an operand.
 
-The finder does not change the graph. It returns one site. The matmuls that can be cut are the site's consumers. The
-rewrite replaces all consumers together. R is the number of ranks::
+The matmuls that can be cut are the *consumers* of one site. Before and after the rewrite (R ranks)::
 
     wait = wait_tensor(all_gather(x [s, h]))        # [R s, h]
     view = reshape(wait)                            # views, row-wise and pointwise ops may come in between
@@ -34,8 +33,7 @@ aten = tools.aten
 
 
 def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
-    """``(site at an all-gather or None, obstacles)``. If there is neither a site nor an obstacle, the walk reached no
-    matmul."""
+    """``(site at an all-gather or None, obstacles)``. Without either, the walk reached no matmul."""
     follower = Follower(collective, Layout.gathered(tools.shape(collective.input), collective.world_size))
     follower.run()
     consumers = consumers_of(follower)
@@ -47,10 +45,8 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
 
 
 def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
-    """Whether this is FSDP's gather of a weight: a parameter, possibly cast, viewed or padded, is gathered and used as
-    the right-hand operand. If it is unknown which graph inputs are parameters, every input but a tangent counts as a
-    parameter.
-    """
+    """Whether this is FSDP's gather of a weight: a parameter, possibly cast, viewed or padded, is the right-hand
+    operand. If parameters are unknown, every input but a tangent counts as one."""
     source = nodes.collective.input
     while (
         source.op == "call_function"
@@ -68,15 +64,15 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
     if source.op == "placeholder" and is_parameter(source) is False:
         return False
     if phase == "backward":
-        # A gathered right-hand operand may also be an activation, in the matmul of a weight's gradient. This matmul's
-        # left-hand operand is a transposed gradient. Beside a gathered weight, the left-hand operand is not transposed.
+        # The matmul of a weight's gradient may have a gathered activation on the right, and a transposed gradient on
+        # the left. Beside a gathered weight, the left operand is not transposed.
         return all(c.operand == "rhs" and tools.permutation(c.matmul.lhs) is None for c in nodes.consumers)
     return all(c.operand == "rhs" for c in nodes.consumers)
 
 
 class AllGatherMatmul:
-    """Pattern ``all-gather -> matmul`` (see ``Pattern``). If a setting of Inductor already hides an all-gather of a
-    weight (FSDP), this all-gather is no site."""
+    """Pattern ``all-gather -> matmul`` (see ``Pattern``). If a setting of Inductor already hides FSDP's gather of a
+    weight, the gather is no site."""
 
     name = "all_gather_matmul"
     kind = "all_gather"
@@ -100,7 +96,6 @@ class AllGatherMatmul:
 
 
 def _logical_dim(nodes: GatherNodes) -> int | None:
-    """The dim along which the user gathered, before the tensor was flattened for the matmul. It is the dim along which
-    a ``cat`` joins the shards, or 0 if there is no such ``cat``."""
+    """The dim along which the user gathered, before the tensor was flattened for the matmul."""
     sources = [n for n in nodes.through if n.target is aten.cat.default]
     return operators.argument(sources[0], "dim") if sources else 0

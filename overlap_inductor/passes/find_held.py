@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find an exchange of keys and values that can run under the attention to the same keys and values.
 
-TokenRing and torch's context parallelism attend to one rank's keys at a time. While a rank attends to the block that it
-holds, it passes the block on (``all_to_all``), or gathers the blocks of all ranks (``all_gather``)::
+TokenRing and torch's context parallelism attend to one rank's keys at a time. Meanwhile a rank passes its block on
+(``all_to_all``), or gathers all blocks (``all_gather``)::
 
     block = cat([flatten(k), flatten(v)])
     moved = all_to_all_single(block, ...)               # to the next rank
@@ -10,8 +10,7 @@ holds, it passes the block on (``all_to_all``), or gathers the blocks of all ran
     k, v  = pieces of wait_tensor(moved)
     y1    = scaled_dot_product_attention(q, k, v); merge y1 into y0
 
-Without the overlap pass, Inductor may start the exchange after ``y0`` and wait for it at once. Then nothing hides it.
-Contract: the graph does not change.
+Without the overlap pass, Inductor may start the exchange after ``y0``.
 """
 
 from __future__ import annotations
@@ -34,15 +33,14 @@ from overlap_inductor.sites.pieces import piece_of
 from overlap_inductor.torch_compat import operators
 
 NAMESPACES = ("aten", "prims", *operators.FUNCTIONAL_COLLECTIVES)
-"""Namespaces in which an op's name shows whether it is a collective. An op of another namespace may issue a collective
-inside."""
+"""Namespaces in which an op's name shows whether it is a collective."""
 STEPS = 12
-"""The most nodes on the way from the keys to the exchange, and from the keys to the attention."""
+"""The most nodes from the keys to the exchange, and from the keys to the attention."""
 
 
 class AttentionExchange:
-    """Pattern ``attention beside an exchange of its keys and values`` (see ``Pattern``). A program may exchange keys
-    and values separately. Then both exchanges are one site, which starts at the first exchange."""
+    """Pattern ``attention beside an exchange of its keys and values`` (see ``Pattern``). Separate exchanges of keys and
+    of values are one site, at the first exchange."""
 
     early = False
     example = None
@@ -52,7 +50,7 @@ class AttentionExchange:
 
     def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
         if collective.wait is collective.node:
-            return Miss()  # the op waits for its own result, so nothing can run beside it
+            return Miss()  # nothing can run beside an op that waits for its own result
         taken = search.owned()
         found = [a for a in _attentions(collective) if _independent(a, collective)]
         reader = next((a for a in found if a.node not in taken), None)
@@ -66,7 +64,7 @@ class AttentionExchange:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether ``node`` only moves, copies or casts elements, or takes some of them."""
+    """Whether ``node`` only moves, copies, casts or selects elements."""
     if node.op != "call_function":
         return False
     joined = node.target is tools.aten.cat.default or node.target in tools.SPLITS
@@ -75,7 +73,7 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _held(collective: CollectiveNode) -> set[fx.Node]:
-    """The tensors whose elements the exchange sends: its input, and the tensors of which the input is a copy."""
+    """The exchange's input, and the tensors of which the input is a copy."""
     found, frontier = {collective.input}, [collective.input]
     for _ in range(STEPS):
         reached = {source for node in frontier if _moves(node) for source in node.all_input_nodes} - found
@@ -85,21 +83,19 @@ def _held(collective: CollectiveNode) -> set[fx.Node]:
 
 
 def _attentions(collective: CollectiveNode) -> list[AttentionNode]:
-    """The attention ops whose keys or values are among the elements that the exchange sends, in graph order."""
+    """In graph order, the attention ops whose keys or values the exchange sends."""
     found = {reader.node: reader for reader in attention.readers(_held(collective), _moves, STEPS)}
     return [found[node] for node in sorted(found) if len(tools.shape(found[node].lhs)) == 4]
 
 
 def _independent(reader: AttentionNode, collective: CollectiveNode) -> bool:
-    """Whether neither the attention nor the exchange needs the result of the other."""
     return not tools.depends_on(reader.node, collective.node, {}) and not tools.depends_on(
         collective.node, reader.node, {}
     )
 
 
 def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> list[CollectiveNode]:
-    """The later exchanges that can run under the attention together with ``first``. They send keys or values of the
-    same attention, by a collective of the same kind in the same group."""
+    """The later exchanges of the same kind and group that can run under the attention together with ``first``."""
     found: list[CollectiveNode] = []
     unavailable = {*search.merged, *search.taken()}
     for node, kind, other in search.collectives.values():
@@ -107,7 +103,7 @@ def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> lis
             continue
         if other.group_name != first.group_name or node in unavailable or other.wait is node:
             continue
-        # ``_independent`` walks much of the graph, so ``_attentions`` is asked first.
+        # ``_independent`` is slow, so it comes second.
         if reader.node not in [a.node for a in _attentions(other)] or not _independent(reader, other):
             continue
         together = HeldNodes(reader, [first, *found, other])
@@ -117,16 +113,15 @@ def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> lis
 
 
 def _why_not_moved(nodes: HeldNodes) -> Reason | None:
-    """Why an exchange cannot start before the attention, or why a wait cannot stand behind the attention. ``None`` if
-    both are possible."""
+    """Why an exchange cannot start before the attention, or a wait cannot stand behind it; else ``None``."""
     late, early = nodes.late_starts(), nodes.early_readers()
     where = nodes.attention.node.name
     if late and early:
         text = f"{late[0].node.name} starts after {where}, but {early[0].name} takes the result of another exchange"
         return Reason("hoist", f"{text} before {where}; expected at most one of the two")
     if late:
-        # The ranks' attention ops may differ, but all ranks must issue a group's collectives in the same order. So the
-        # exchange is not moved before another collective of its group.
+        # All ranks must issue a group's collectives in one order, but their attention ops may differ. So the exchange
+        # does not move past another collective of its group.
         node = nodes.attention.node
         own = {c.node for c in nodes.exchanges}
         while (node := node.next) is not late[-1].node:
@@ -138,7 +133,7 @@ def _why_not_moved(nodes: HeldNodes) -> Reason | None:
                 return Reason("hoist", f"{text} and may issue collectives; expected the exchange to come first")
         for exchange in late:
             if (reader := _later_reader(exchange, nodes.attention.node)) is not None:
-                # Inductor may compute such an op in place, although the exchange is still sending the tensor.
+                # Inductor may compute such an op in place while the exchange still sends the tensor.
                 text = f"{reader.name} reads what {exchange.node.name} sends, between {where} and the exchange"
                 return Reason("hoist", f"{text}; expected only views, copies and attention there")
     waits = {wait for c in nodes.exchanges for wait in c.chain()}
@@ -150,14 +145,14 @@ def _why_not_moved(nodes: HeldNodes) -> Reason | None:
 
 
 def _may_hold_collectives(node: fx.Node) -> bool:
-    """Whether ``node`` is a nested region, or an op that does not show which collectives it issues."""
+    """Whether ``node`` is a nested region, or an op that may issue a collective inside."""
     if node.op != "call_function" or isinstance(node.target, types.BuiltinFunctionType | types.FunctionType):
         return node.op == "call_module"
     return operators.qualified_name(node)[0] not in NAMESPACES
 
 
 def _later_reader(exchange: CollectiveNode, after: fx.Node) -> fx.Node | None:
-    """A node between ``after`` and the exchange that computes with the memory that the exchange sends."""
+    """A node between ``after`` and the exchange that computes with the memory that it sends."""
 
     def is_view(node: fx.Node) -> bool:
         viewed = node.target is tools.aten.select.int or tools.is_reshape(node) or tools.permutation(node) is not None
@@ -183,7 +178,7 @@ def _may_sink(node: fx.Node) -> bool:
 
 
 def _feeds_backward(collective: CollectiveNode) -> bool:
-    """Whether a backward op of attention reads what the exchange sends, or computes it."""
+    """Whether a backward op of attention reads, or computes, what the exchange sends."""
     near = _held(collective)
     readers = {user for node in near for user in node.users}
     sources = {source for node in near for source in node.all_input_nodes}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables``, as DLRM writes them. Each rank holds tables
-of its own, and each rank needs the results of all tables for its slice of the batch.
-
-::
+of its own, and needs all tables' results for its slice of the batch::
 
     x = cat([embedding_bag(w0, i0, o0)[0], embedding_bag(w1, i1, o1)[0]], 1)      # [batch, tables * width]
     y = wait_tensor(all_to_all_single(x))                                         # forward
@@ -10,8 +8,10 @@ of its own, and each rank needs the results of all tables for its slice of the b
     g = wait_tensor(all_to_all_single(dy))                                        # backward
     dw0, dw1 = embedding_bag_backward(g[:, :width], ...), embedding_bag_backward(g[:, width:], ...)
 
-Contract: the graph does not change. Views and permuted copies may stand between ``cat`` and collective. Between a
-lookup and the ``cat``, pointwise ops and sums may stand, too. The results of all tables must have one shape and dtype.
+All results must have one shape and dtype. Other nodes may stand in between:
+
+- between ``cat`` and collective: views and permuted copies;
+- between a lookup and ``cat``: also pointwise ops and sums.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 STEPS = 12
-"""The most nodes that the search may see on its way from a part of the ``cat`` back to the part's lookup."""
+"""The most nodes of the search from a part of the ``cat`` back to its lookup."""
 FEW = 16
-"""The most tables that are looked up rank by rank. Each such table adds nodes for every rank."""
+"""The most tables that are looked up rank by rank. Each adds nodes for every rank."""
 _POOLS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
 def lookups_before(collective: CollectiveNode) -> list[tuple[fx.Node, LookupNode]]:
-    """``(part, its lookup)`` for each part of the collective's input, in order. Empty if a part has no
-    lookup."""
+    """``(part, its lookup)`` for each part of the collective's input, in order. Empty if a part has no lookup."""
     node: fx.Node = collective.input
     while _views(node):
         node = node.args[0]
@@ -59,8 +58,7 @@ def lookups_before(collective: CollectiveNode) -> list[tuple[fx.Node, LookupNode
 
 
 def gradients_after(collective: CollectiveNode) -> list[LookupNode]:
-    """The gradients of tables that are computed from the collective's result, through views, slices and pointwise
-    ops."""
+    """The tables' gradients that are computed from the collective's result."""
     found: list[LookupNode] = []
 
     def goes_on(node: fx.Node) -> bool:
@@ -75,7 +73,7 @@ def gradients_after(collective: CollectiveNode) -> list[LookupNode]:
 
 
 def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
-    """The site at a collective for which ``lookups_before`` is not empty, or why there is none."""
+    """The site at a collective that ``lookups_before`` accepts, or why there is none."""
     found = lookups_before(collective)
     parts = [part for part, _ in found]
     try:
@@ -103,8 +101,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
         and statically_known_true(tools.numel(tools.shape(lookup.lhs)) % collective.world_size == 0)
         for part, lookup in found
     )
-    # Bags cannot be looked up rank by rank: which indices belong to a slice of the batch is known only at run time. If
-    # the whole batch is looked up at once, one table's exchange can only hide behind another table's lookups.
+    # The indices of a slice of the batch are known only at run time, so bags are not looked up rank by rank. A single
+    # table of bags has no other lookup that could hide its exchange.
     if len(parts) == 1 and not by_rank:
         return _one_table(collective, ", or one table of plain rows that can be looked up rank by rank")
     return PooledNodes(
@@ -113,8 +111,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
 
 
 def _not_sent_as_made(parts: list[fx.Node], joined: fx.Node, collective: CollectiveNode) -> Reason | None:
-    """Why the parts of ``joined`` cannot be sent as they were looked up; ``None`` if they can. ``joined`` is the tensor
-    of which the collective's input is a view."""
+    """Why the parts of ``joined`` cannot be sent as looked up, or ``None``. The collective's input is a view of
+    ``joined``."""
     if parts != (list(joined.args[0]) if joined.target is aten.cat.default else [joined]):
         text = f"{joined.name} is a view of the tables' results in which the ranks' slices cannot be told apart"
         return Reason("layout", f"{text}; expected slices of whole rows")
@@ -126,7 +124,7 @@ def _not_sent_as_made(parts: list[fx.Node], joined: fx.Node, collective: Collect
 
 
 def find_gradients(collective: CollectiveNode) -> GradientNodes | Reason:
-    """The site at a collective for which ``gradients_after`` is not empty, or why there is none."""
+    """The site at a collective that ``gradients_after`` accepts, or why there is none."""
     gradients = gradients_after(collective)
     try:
         sent, given = layouts_of(collective)
@@ -178,7 +176,7 @@ def _selects(node: fx.Node) -> bool:
 
 
 def _lookup_of(part: fx.Node) -> LookupNode | None:
-    """The lookup from which ``part`` is computed through views, pointwise ops and sums, or ``None``."""
+    """The lookup from which ``part`` is computed, or ``None``."""
     pending, seen = [part], {part}
     while pending and len(seen) <= STEPS:
         node = pending.pop(0)
@@ -193,12 +191,12 @@ def _lookup_of(part: fx.Node) -> LookupNode | None:
 
 
 def _computed(part: fx.Node, lookup: LookupNode) -> bool:
-    """Whether ``part`` is more than a view of the result of ``lookup``."""
+    """Whether ``part`` is more than a view of the lookup's result."""
     return lookups.behind_reshapes(part) is not lookup.node
 
 
 def _readers(part: fx.Node, lookup: LookupNode) -> set[fx.Node]:
-    """The nodes that read the result of ``lookup`` or a view of it, other than the views that lead to ``part``."""
+    """The readers of the lookup's result and of its views, without the views that lead to ``part``."""
     views = {part}
     while part is not lookup.node:
         part = part.args[0]
@@ -207,7 +205,7 @@ def _readers(part: fx.Node, lookup: LookupNode) -> set[fx.Node]:
 
 
 def _between(node: fx.Node, base: fx.Node) -> list[fx.Node]:
-    """The views from ``base`` to ``node``, without ``base``, in graph order."""
+    """In graph order, the views from ``base`` to ``node``, without ``base``."""
     found = []
     while node is not base:
         found.append(node)
@@ -224,7 +222,7 @@ def _through(view: fx.Node, layout: Layout) -> Layout:
 
 def _split(layout: Layout, dim: int, count: int, shape: list[Size]) -> tuple[Layout, Layout]:
     """``(layout of the tables, layout of one table)`` of a tensor that holds ``count`` tables along ``dim``. Raises
-    ``LayoutError`` if the tables' results are not one after the other."""
+    ``LayoutError`` if they are not one after the other."""
     whole = layout.reshape([*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]])
     if any(atom.rank for atom in whole.dims[dim]):
         raise LayoutError("the results of the tables are cut between ranks before they are joined")
@@ -232,9 +230,8 @@ def _split(layout: Layout, dim: int, count: int, shape: list[Size]) -> tuple[Lay
 
 
 def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
-    """``layout`` with each atom in a dim of its own and the rank atom in front. ``moves``: whether the rank
-    atom may stand anywhere in ``layout``; otherwise it must stand first. Raises ``LayoutError`` if the rank atom stands
-    where it may not, or if the batch is not known to be a multiple of the number of ranks."""
+    """``layout`` with each atom in a dim of its own, the rank atom in front. Raises ``LayoutError`` if the rank atom
+    was not first and ``moves`` is false, or if the ranks may not divide the batch evenly."""
     atoms = layout.flat()
     rank = next(atom for atom in atoms if atom.rank)
     if atoms[0] is not rank and not moves:
@@ -245,8 +242,8 @@ def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
 
 
 def _slices(base: fx.Node) -> tuple[int, Size, dict[fx.Node, Size]] | None:
-    """``(dim, number of indices of one table, {slice: its first index})`` if all readers of ``base`` are slices along
-    one dim, and each slice is one table; else ``None``."""
+    """``(dim, number of indices of one table, {slice: first index})`` if each reader of ``base`` is a slice of one
+    table; else ``None``."""
     found = list(_selected(base))
     if not found or any(dim != found[0][1] or not same_size(length, found[0][3]) for _, dim, _, length in found):
         return None
@@ -259,7 +256,7 @@ def _slices(base: fx.Node) -> tuple[int, Size, dict[fx.Node, Size]] | None:
 
 
 def _selected(base: fx.Node) -> Iterator[tuple[fx.Node, int, Size, Size]]:
-    """``(slice, dim, start, length)`` for each reader of ``base``. A reader that is no slice has the dim -1."""
+    """``(slice, dim, start, length)`` for each reader of ``base``; dim -1 if the reader is no slice."""
     for user in base.users:
         if user.target is aten.select.int:
             dim, index = (int(operators.argument(user, name)) for name in ("dim", "index"))

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find ``all-to-all -> matmul``: follow the result forward to its matmuls, and the input backward through its views.
 
-The site sends the elements of each rank's slice in the order in which the first matmul reads them. So the permuted
-copies before and after the all-to-all become one copy before it, or none. In two cases, the all-to-all's own order is
-kept: a row-wise op stands between all-to-all and matmul, or the matmul does not read exactly the received elements::
+The site sends elements in the order in which the first matmul reads them. So the permuted copies before and after the
+all-to-all become one copy before it, or none::
 
     clone(permute(x)) -> all_to_all -> permute -> clone -> mm        # as written
     x in the matmul's order -> slices -> mm of each slice            # the site
+
+The all-to-all's own order is kept if a row-wise op stands before a matmul, or if the first matmul does not read exactly
+the received elements.
 """
 
 from __future__ import annotations
@@ -32,8 +34,7 @@ Received = ReceivedNodes | UnevenReceivedNodes
 
 
 def find_received(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
-    """``(site at an all-to-all or None, obstacles)``. If there is neither a site nor an obstacle, the walk reached no
-    matmul that reads the received tensor as an operand."""
+    """``(site at an all-to-all or None, obstacles)``. Without either, the walk reached no matmul."""
     try:
         return _found(collective)
     except LayoutError as error:
@@ -44,8 +45,7 @@ def _found(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
     sent, given = layouts_of(collective)
     if is_uneven(collective):
         return _uneven(collective, given)
-    # The walk back from the input comes first. ``sent`` and ``given`` share atoms, and a reshape on this walk may split
-    # them. The consumers' layouts, which are made from ``given`` below, must have the split atoms.
+    # This walk may split atoms that ``sent`` and ``given`` share. So it comes before the consumers' layouts.
     source, layout = behind_views(collective.input, sent)
     follower = Follower(collective, given)
     follower.run()
@@ -80,8 +80,8 @@ def _uneven(collective: CollectiveNode, given: Layout) -> tuple[Received | None,
 
 
 def _wire(given: Layout, read: Layout) -> Layout:
-    """The layout of what is sent: a slice for each rank, with its elements in the order of ``read``. If ``read`` and
-    ``given`` do not hold the same elements, the order is that of ``given``."""
+    """The layout of what is sent: a slice for each rank, in the order of ``read``. If ``read`` and ``given`` differ in
+    their elements, the order is that of ``given``."""
     rank, atoms = next(a for a in given.flat() if a.rank), given.without_rank().flat()
     wanted = read.without_rank().flat()
     if {id(a) for a in wanted} == {id(a) for a in atoms}:
@@ -90,8 +90,8 @@ def _wire(given: Layout, read: Layout) -> Layout:
 
 
 def behind_views(node: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
-    """The tensor of which ``node`` is a view or a permuted copy, and that tensor's layout. The walk stops at a reshape
-    that the layout cannot follow, for example one that splits an atom unevenly."""
+    """The tensor of which ``node`` is a view or a permuted copy, and its layout. The walk stops at a reshape that the
+    layout cannot follow."""
     while node.op == "call_function":
         order = tools.permutation(node)
         if order is not None:

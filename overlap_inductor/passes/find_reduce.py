@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``matmul -> collective`` (reduce-scatter, all-reduce, all-to-all, all-gather of an output): follow the
-collective's input backward.
+"""Find ``matmul -> collective`` (reduce-scatter, all-reduce, all-to-all, all-gather of an output).
 
-The matmuls are the leaves of this walk. The views and pointwise ops between them and the collective, together with the
-leaves, are the region. The finder does not change the graph. Before and after the rewrite::
+The finder walks backward from the collective's input to matmuls, the *leaves*. The leaves, and the views and pointwise
+ops after them, are the *region*. Before and after the rewrite::
 
     a = mm(x, w); b = mm(y, v)                      # leaves
     t = add(a, b)
@@ -11,11 +10,11 @@ leaves, are the region. The finder does not change the graph. Before and after t
     ->  for each piece of t: mm of the same rows of x, and of y; add; start the piece's transfer
         out from the pieces that arrived
 
-Cutting commutes exactly with views and pointwise ops, so each slice of the collective's input is computed from the same
-slice of the matmuls' outputs. The walk ends at an op with which cutting does not commute (a softmax, a sum over rows).
-The op's result is read as a plain tensor. This finder finds no site if that result is computed from a matmul of the
-region. The region may also read a tensor of another shape: a scalar, or one value for each column of the matmul. If the
-region reads a tensor of any other shape, the finder finds no site.
+At an op that cannot be cut, such as a softmax, the walk ends too. The region reads the op's result as a plain tensor.
+There is no site if a plain tensor
+
+- is computed from a leaf, or
+- has another layout than the leaves, and is neither a scalar nor one value for each column.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ aten = tools.aten
 
 
 def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reason | None:
-    """``(x, d)`` if ``cat`` is ``cat(split(x, dim=d), 0)`` with one piece for each rank, of equal sizes and in order.
-    A ``Reason`` if it joins one piece for each rank in another way (unequal, out of order, of several tensors).
-    ``None`` for any other ``cat``."""
+    """``(x, d)`` if ``cat`` is ``cat(split(x, dim=d), 0)`` with equal pieces, one for each rank in order. A ``Reason``
+    if it joins one piece for each rank in another way. ``None`` for any other ``cat``."""
     source: Any = None
     dim: Any = None
     pieces: list[Any] = list(cat.args[0])
@@ -67,8 +65,8 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
                 "not_plain_scatter",
                 f"piece {i} takes rows of dim {piece.dim} in steps of {piece.step}; expected consecutive rows",
             )
-        # If the pieces are cut along a symbolic dim other than 0, they are equal: ``cat`` on dim 0 requires inputs of
-        # equal sizes in all other dims. Whether the pieces cover the dim is not checked.
+        # ``cat`` on dim 0 requires equal sizes in all other dims. So pieces along another dim are equal. If its size is
+        # symbolic, it is not checked that they cover the dim.
         equal = piece.dim != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
         same = source is None or (piece.base is source and piece.dim == dim)
         if not same or not (equal or same_size(shard * world_size, size)):
@@ -104,29 +102,26 @@ def is_matmul_result(node: fx.Node) -> bool:
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
-    """The tensors that ``node`` adds, if it is a sum of tensors without a factor; else ``[]``."""
+    """The tensors that ``node`` adds without a factor; ``[]`` if it does anything else."""
     if node.target is not aten.add.Tensor or node.kwargs or not all(map(tools.is_tensor, node.args)):
         return []
     return list(node.args)
 
 
 class Tracer:
-    """Walks backward from the collective's input and gives every region node its layout.
+    """Walks backward from the collective's input and gives every node its layout.
 
     Attributes:
-        unfolds: whether a bias that is a sum of matmuls (``matmuls.folded``) is followed too.
-        owned: matmuls of other sites. A bias that is a sum of matmuls is not followed if one of them is owned.
-        read: matmuls that are read as plain tensors, not followed.
+        unfolds: whether to follow a bias that is a sum of matmuls (``matmuls.folded``).
+        owned: matmuls of other sites. A bias that holds one of them is not followed.
+        read: matmuls that are read as plain tensors.
         left: the ``owned`` matmuls found in biases.
-        layouts: the layout of each node that was reached.
         through: the source of each view-like node.
-        leaves: the matmuls found, in the order of the walk.
-        externals: tensors that the region reads and does not compute.
-        obstacle: why there is no site, if a ``cat`` is not a plain scatter; else ``None``.
-        region: the nodes that are computed piece by piece, including the leaves.
+        externals: the plain tensors.
+        obstacle: why a ``cat`` is not a plain scatter, or ``None``.
         unfolded: biases that were followed.
         padding: the node that appends zeros before a gather, or ``None``.
-        received: the layout of an all-to-all's result; empty for another collective.
+        received: the layout of an all-to-all's result.
     """
 
     def __init__(self, world_size: int, unfolds: bool, owned: Collection[fx.Node], read: Collection[fx.Node]) -> None:
@@ -140,14 +135,12 @@ class Tracer:
         self.region: set[fx.Node] = set()
         self.unfolded: set[fx.Node] = set()
         self.root: fx.Node
-        """The node that is computed in pieces for the first collective: the collective's input, or the tensor to which
-        ``padding`` appends zeros."""
+        """The first collective's input, or the tensor that ``padding`` pads."""
         self.padding: fx.Node | None = None
         self.received = Layout(())
 
     def trace(self, root: fx.Node, layout: Layout) -> None:
-        """Walk from ``root``, which has ``layout``, to the matmuls. Raises ``LayoutError`` if a layout cannot be
-        followed through an op."""
+        """Walk from ``root`` to the matmuls. Raises ``LayoutError`` if a layout cannot be followed through an op."""
         pending = [(root, layout)]
         while pending:
             node, layout = pending.pop()
@@ -225,8 +218,8 @@ def traced(
     read: Collection[fx.Node],
     tracer_type: type[Tracer] = Tracer,
 ) -> Tracer:
-    """A tracer that has walked backward from the inputs of all ``collectives``. Raises ``LayoutError`` if a layout
-    cannot be followed through an op."""
+    """A tracer that has walked backward from all inputs of ``collectives``. Raises ``LayoutError`` as ``trace``
+    does."""
     first = collectives[0]
     tracer = tracer_type(first.world_size, first.kind != "all_gather", owned, read)
     tracer.padding = padding_before(first.input) if first.kind == "all_gather" else None
@@ -253,11 +246,9 @@ def find_reduce(
 
     Returns:
         nodes: the site's nodes, or ``None`` if there is no site.
-        obstacle: with ``nodes``, why the site must stay as written, or ``None``. Without ``nodes``, why there is no
-            site; ``None`` if the walk met no obstacle and reached no matmul.
-        left: the matmuls in ``owned`` that are left to their own sites. If only some terms of a sum are in ``owned``,
-            this site takes the other terms and reads the owned ones as plain tensors. A bias that is a sum of
-            matmuls, one of them owned, is read whole as a plain tensor.
+        obstacle: why the site must stay as written, or why there is no site. ``None`` if it may be rewritten, or if the
+            walk reached no matmul.
+        left: the matmuls in ``owned`` that stay with their own sites.
     """
     left: list[fx.Node] = []
     try:
@@ -292,7 +283,7 @@ def _site(
     layout = tracer.layouts[leaf.node].refined()
     for other in tracer.leaves[1:]:
         theirs = tracer.layouts[other.node].refined()
-        # ``same_elements`` ignores dims of size 1, but pieces are added in their full shape, so the shapes must agree.
+        # ``same_elements`` ignores dims of size 1. Pieces are added, so these dims must agree too.
         alike = len(theirs.dims) == len(layout.dims) and all(
             map(same_size, tools.shape(other.node), tools.shape(leaf.node))
         )
@@ -328,8 +319,7 @@ def _site(
 
 
 def reads_a_result(tracer: Tracer) -> Reason | None:
-    """Why the region cannot be cut, or ``None``. It cannot be cut if it reads a tensor that is computed outside the
-    region from one of the region's own matmuls. That matmul would have to be computed both whole and in pieces."""
+    """Why the region cannot be cut, or ``None``: a plain tensor is computed from a leaf, which is then needed whole."""
     for leaf in tracer.leaves:
         known: dict[fx.Node, bool] = {}
         forks = any(u not in tracer.region for u in leaf.node.users)
@@ -341,7 +331,7 @@ def reads_a_result(tracer: Tracer) -> Reason | None:
 
 
 def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason | None:
-    """The obstacle if a node outside the region and the collectives reads a node of the region, else ``None``."""
+    """The obstacle if a node outside reads a node of the region."""
     ends = {c.node for c in collectives} | nodes_between(collectives[0].input, tracer.root)
     inside = tracer.region | ends | set(tracer.through)
     outside = [(n, u) for n in tracer.region for u in n.users if u not in inside and not _is_piece(u, inside)]
@@ -354,8 +344,7 @@ def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason 
 
 
 def _not_in_rows(tracer: Tracer, sharded: ShardedDim, layout: Layout) -> Reason | None:
-    """For an all-to-all whose parts differ in size: why a part cannot be computed from the same rows of each matmul.
-    ``None`` if it can."""
+    """Why a part of an uneven all-to-all cannot be computed from the same rows of each matmul, or ``None``."""
     leaf = tracer.leaves[0].node
     one_row = sharded.dim == 0 and not sharded.before and not sharded.after
     if not one_row or not layout.same_elements(tracer.layouts[tracer.root]):
@@ -369,8 +358,7 @@ def _not_in_rows(tracer: Tracer, sharded: ShardedDim, layout: Layout) -> Reason 
 
 
 def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
-    """Zeros are appended to the matmuls' result. The site would append zeros to the operands instead. Returns why this
-    would not give the same zeros in the collective's input; ``None`` if it would."""
+    """Zeros are appended to the matmuls' result. Returns why the operands cannot be padded instead, or ``None``."""
     for matmul in tracer.leaves:
         biased = matmul.bias is not None and matmul.bias not in tracer.unfolded
         if matmul.kind == "scaled_mm" or biased:
@@ -386,7 +374,7 @@ def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
             " whole dim",
         )
     for node in tracer.region:
-        # A sum of the region's own nodes is allowed, because a sum of zeros is zero.
+        # A sum of the region's own nodes adds zeros to zeros.
         adds = _summands(node)
         if tools.is_pointwise(node) and not tools.is_cast(node) and not (adds and tracer.region.issuperset(adds)):
             return Reason(
@@ -398,8 +386,8 @@ def _not_zero(tracer: Tracer, sharded: ShardedDim, role: str) -> Reason | None:
 
 
 def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether ``node`` is a split, getitem, slice, copy or padding that only nodes in ``inside`` read, directly or
-    through other such nodes."""
+    """Whether ``node`` is a split, getitem, slice, copy or padding that only such nodes and nodes in ``inside``
+    read."""
     cuts = (*tools.SPLITS, *tools.SAME, aten.slice.Tensor, aten.constant_pad_nd.default)
     if node.target in cuts or getattr(node.target, "__name__", "") == "getitem":
         return all(u in inside or _is_piece(u, inside) for u in node.users)
@@ -407,9 +395,8 @@ def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, world_size: int) -> ShardedDim:
-    """The dim of the matmul's output that is cut. For a reduce-scatter or an all-to-all, it is the dim that holds the
-    ranks. For an all-reduce or an all-gather, it is dim 0. Raises ``LayoutError`` if an all-gather's input holds the
-    elements in another order than the matmul's output."""
+    """The dim of the matmul's output that is cut. Raises ``LayoutError`` if an all-gather's input has another order of
+    elements than the matmul's output."""
     if kind in ("reduce_scatter", "all_to_all"):
         return ShardedDim.of(layout)
     if kind == "all_gather" and not layout.same_elements(gathered):
@@ -444,7 +431,7 @@ def _check_externals(tracer: Tracer, layout: Layout) -> None:
 
 
 def _same_columns(layout: Layout, leaf: Layout) -> bool:
-    """Whether the last dims of both layouts consist of the same atoms; atoms of size 1 do not count."""
+    """Whether the last dims of both layouts consist of the same atoms, apart from atoms of size 1."""
 
     def columns(one: Layout) -> list[int]:
         return [id(a) for a in one.refined().dims[-1] if a.rank or not (isinstance(a.size, int) and a.size == 1)]

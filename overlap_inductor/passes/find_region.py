@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``matmuls -> sum over a dim, or cat -> collective``: regions (``passes.find_reduce``) with ops that change the
-shape of the matmuls' results. These ops still commute with cutting rows. In this module, a sum is any op of
-``REDUCTIONS``: a sum, mean, maximum or minimum over dims.
+"""Find ``matmuls -> sum over a dim, or cat -> collective``: regions (``passes.find_reduce``) in which a sum or a
+``cat`` changes the shape of the matmuls' results. A *sum* is any op of ``REDUCTIONS``.
 
-A piece keeps the matmuls' dims. A dim that is summed over has size 1 after the sum. The graph before, and the pieces
-that the rewrite computes (R: number of ranks, E: number of experts)::
+A piece keeps the matmuls' dims, and a dim that was summed has size 1. The graph before, and the pieces that the rewrite
+computes (R ranks, E experts)::
 
     bmm [E] [R t] [h] -> mul by share [E, t, 1] -> sum(0) -> [R t] [h]
         pieces [E, part of t, h] -> [1, part of t, h]
     mm [R t] [a], mm [R t] [b] -> cat(dim=1)              -> [R t] [a + b]
         pieces [part of t, a], [part of t, b] -> [part of t, a + b]
 
-The dim that is cut must be neither summed over nor joined. This finder runs only if ``find_reduce`` finds no site. So
-if ``find_reduce`` finds a site that reads a sum as a plain tensor, the sum is not cut.
+The dim that is cut must be neither summed nor joined.
 """
 
 from __future__ import annotations
@@ -41,12 +39,16 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default}
 STEPS = 16
-"""The most steps that the search takes from a sum or a ``cat`` back to a matmul."""
+"""The most steps of the search from a sum or a ``cat`` back to a matmul."""
 
 
 class _RegionTracer(Tracer):
-    """Also follows a sum or a ``cat`` that is computed from a matmul. ``reduced``: for each sum, the atoms of the dims
-    that it sums over. ``parts``: for each ``cat``, the atom of the joined dim in each of its inputs."""
+    """Also follows a sum or a ``cat`` that is computed from a matmul.
+
+    Attributes:
+        reduced: for each sum, the atoms of the summed dims.
+        parts: for each ``cat``, the atom of the joined dim in each of its inputs.
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -111,8 +113,8 @@ def _leaf(node: fx.Node) -> matmuls.MatmulNode | None:
 
 
 def sums_experts(node: fx.Node) -> bool:
-    """Whether ``node`` is computed from a ``GroupedMatmul`` whose inner nodes have no reader outside it. If so, a
-    collective that moves ``node`` is a site."""
+    """Whether ``node`` is computed from a ``GroupedMatmul`` whose inner nodes nothing else reads. A collective that
+    moves ``node`` is then a site."""
     found = _nearest_leaf(node)
     members = [] if found is None else [*found.inner, found.node]
     return len(members) > 1 and all(u in members for n in members[:-1] for u in n.users)
@@ -123,8 +125,7 @@ def _has_matmul(node: fx.Node) -> bool:
 
 
 def _nearest_leaf(node: fx.Node) -> matmuls.MatmulNode | None:
-    """The nearest matmul from which ``node`` is computed through views, pointwise ops, sums and ``cat``, in at most
-    ``STEPS`` nodes; ``None`` if there is none."""
+    """The nearest matmul from which ``node`` is computed, or ``None``."""
     pending, seen = [(node, 0)], {node}
     for current, depth in pending:
         if (matmul := _leaf(current)) is not None:
@@ -142,16 +143,8 @@ def _nearest_leaf(node: fx.Node) -> matmuls.MatmulNode | None:
 def find(
     collectives: list[CollectiveNode], result: fx.Node, owned: Collection[fx.Node], before: Reason | None
 ) -> tuple[ReduceNodes | None, Reason | None]:
-    """``(nodes, obstacle)`` as from ``find_reduce.find_reduce``, with the same arguments.
-
-    Args:
-        before: the reason that ``find_reduce`` gave, or ``None``. A reason other than ``layout`` and ``op_between`` is
-            returned at once. If this finder finds no site, it returns a reason of its own in four cases. First, a
-            matmul refuses to be cut (``MatmulNode.refusal``). Second, the region reads a tensor that is computed
-            outside it from one of its matmuls (``reads_a_result``). Third, ``before`` is ``None`` and a layout cannot
-            be followed. Fourth, the region has a grouped matmul, and a node outside reads one of the region's nodes
-            (``used_elsewhere``). In all other cases it returns ``before``.
-    """
+    """``(nodes, obstacle)`` as from ``find_reduce.find_reduce``, with the same arguments. ``before``: the reason that
+    ``find_reduce`` gave, or ``None``; returned if this finder has no better one."""
     if before is not None and before.code not in ("layout", "op_between"):
         return None, before
     try:
@@ -174,7 +167,7 @@ def find(
     except LayoutError as error:
         return None, before or Reason("layout", str(error))
     role = tracer.leaves[0].output_role(region.cut)
-    # The walk may have noted a node as a plain tensor first and taken it into the region later.
+    # A node may first be a plain tensor and later join the region.
     externals = [n for n in tracer.externals if n not in tracer.region]
     nodes = ReduceNodes(
         collectives,
@@ -195,8 +188,13 @@ def find(
 
 
 class _Dims:
-    """The matmuls' dims in atoms. ``of`` gives the dim of each atom, by ``_key``. ``runs`` holds runs (lists of
-    atoms) for each dim. Each run is the whole dim in a matmul, or in an input or the result of a ``cat``."""
+    """The matmuls' dims in atoms.
+
+    Attributes:
+        of: the dim of each atom, by ``_key``.
+        runs: for each dim, lists of atoms. Each list is the whole dim in a matmul, or in an input or result of a
+            ``cat``.
+    """
 
     def __init__(self, tracer: _RegionTracer) -> None:
         first, *others = tracer.leaves
@@ -228,8 +226,8 @@ class _Dims:
         return found
 
     def place(self, node: fx.Node, layout: Layout) -> Layout:
-        """``layout`` of ``node``, with one dim for each dim of the matmuls. A dim that ``layout`` lacks is empty.
-        Raises ``LayoutError`` if ``layout`` has only a part of a dim."""
+        """``layout`` of ``node``, with one dim for each dim of the matmuls, empty if ``layout`` lacks it. Raises
+        ``LayoutError`` if ``layout`` has only a part of a dim."""
         atoms = set(map(_key, layout.flat()))
         dims: list[tuple[Atom, ...]] = []
         for runs in self.runs:
@@ -245,8 +243,8 @@ class _Dims:
 
 
 def _key(atom: Atom) -> int | str:
-    """A key of an atom. All rank atoms share one key, because a ``cat`` that moves the rank to the front makes a new
-    rank atom."""
+    """A key of an atom. A ``cat`` that moves the rank to the front makes a new rank atom, so all rank atoms share one
+    key."""
     return "rank" if atom.rank else id(atom)
 
 
@@ -261,8 +259,7 @@ def _same(run: list[Atom], other: list[Atom]) -> bool:
 def _region(tracer: _RegionTracer, collective: CollectiveNode) -> tuple[Region, ShardedDim]:
     dims = _Dims(tracer)
     joined: dict[fx.Node, int] = {}
-    # The ``cat`` nearest to the matmuls must come first, because another ``cat`` may join its result. The walk began at
-    # the collective, so it found this ``cat`` last.
+    # A ``cat`` may join the result of another ``cat``. So the ``cat`` nearest to the matmuls comes first.
     for node, parts in reversed(tracer.parts.items()):
         at = operators.argument(node, "dim") % len(tools.shape(node))
         leaves = [atom.leaves() for atom in parts]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow a received tensor forward, from an all-gather or an all-to-all, to every matmul that it is an operand of.
+"""Follow a received tensor forward, from an all-gather or an all-to-all, to every matmul of which it is an operand.
 
-Contract: the graph does not change. The result of the collective may pass through views, joins of its shards, row-wise
-and pointwise ops. R is the number of ranks::
+The tensor may pass through views, joins of its shards, row-wise and pointwise ops (R ranks)::
 
     wait = wait_tensor(all_gather(x [s, h]))        # [R s, h]
     view = reshape(wait)
@@ -36,8 +35,7 @@ aten = tools.aten
 
 
 def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
-    """``(source, [(start, length) of every piece along dim 0])`` if ``cat`` joins pieces of one tensor, else
-    ``None``."""
+    """``(source, [(start, length) of each piece])`` if ``cat`` joins pieces of dim 0 of one tensor, else ``None``."""
     source: fx.Node | None = None
     spans: list[tuple[Any, Any]] = []
     for node in cat.args[0]:
@@ -50,11 +48,10 @@ def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
 
 
 def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason | None:
-    """``(gathered tensor, number of rows kept)`` if ``cat`` joins all ranks' shards of a gathered tensor in order. The
-    number is ``None`` if all rows are kept; else the last rows, which are padding, are cut off.
+    """``(gathered tensor, number of rows kept)`` if ``cat`` joins all ranks' shards of a gathered tensor in order.
+    ``None`` in place of the number: all rows are kept, and no padding is cut off.
 
-    Returns a ``Reason`` if ``cat`` joins pieces of one tensor in another way (wrong order, overlap, gaps), and ``None``
-    if it does not join pieces of one tensor.
+    Returns a ``Reason`` if ``cat`` joins pieces of one tensor in another way, and ``None`` for any other ``cat``.
     """
     found = _pieces(cat)
     if found is None:
@@ -89,8 +86,8 @@ def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason 
 
 
 class Follower:
-    """Walks forward from one wait, whose result has layout ``raw``. ``layouts`` holds the layout of every node that is
-    a form of the received tensor: a view of it, or a result computed from it row by row."""
+    """Walks forward from one wait, whose result has layout ``raw``. ``layouts`` holds the layout of every *form* of the
+    received tensor: a view of it, or a result computed from it row by row."""
 
     def __init__(self, collective: CollectiveNode, raw: Layout) -> None:
         self.collective, self.raw = collective, raw
@@ -101,14 +98,14 @@ class Follower:
         self.known: dict[fx.Node, bool] = {}
         self.consumers: list[GatherConsumer] = []
         self.row_wise: dict[fx.Node, list[Atom]] = {}
-        """For each row-wise node that is not element-wise, the dims that it needs whole (``row_wise.RowWise``)."""
+        """For each row-wise node that is not element-wise, the dims that it needs whole."""
 
     def run(self) -> None:
         tools.walk([self.collective.wait], self._goes_on)
 
     def _goes_on(self, node: fx.Node) -> bool:
-        """Visit ``node``; return whether to visit its users. The users are visited if ``node`` is a form of the
-        received tensor, or may be a piece of this tensor that a cat joins with other pieces."""
+        """Visit ``node``. Returns whether its users must be visited: ``node`` is a form, or may be a piece that a
+        ``cat`` joins."""
         if node.op == "call_function" and (
             node.target is aten.cat.default or any(s in self.layouts for s in node.all_input_nodes)
         ):
@@ -170,8 +167,7 @@ class Follower:
             self._pass_on(node, source, layout.cut_short(dim, kept))
 
     def _is_element_wise(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether ``node`` keeps the layout of ``source``: it has the same shape, and every tensor input is a scalar or
-        holds the same elements in the same places."""
+        """Whether ``node`` keeps the layout of ``source``. Its tensor inputs must have this layout or be scalars."""
         layout = self.layouts[source]
         if not tools.same_shape(node, source):
             return False
@@ -182,8 +178,8 @@ class Follower:
         return not self._needy(node)
 
     def _needy(self, node: fx.Node) -> fx.Node | None:
-        """An input of ``node`` that is computed from the received tensor but has no layout, or ``None``. Such an input
-        needs the whole received tensor."""
+        """An input of ``node`` that is computed from the received tensor and has no layout: it needs the whole tensor.
+        ``None`` if there is none."""
         return next(
             (
                 n
@@ -274,15 +270,17 @@ class Follower:
 
 
 def _is_operand(node: fx.Node) -> bool:
-    """Whether a matmul reads ``node`` as an operand. A bias or scale does not count; it is checked with its matmul."""
+    """Whether a matmul reads ``node`` as an operand, not as a bias or scale."""
     return any(m is not None and node in (m.lhs, m.rhs) for m in map(matmuls.parse, node.users))
 
 
 def consumers_of(follower: Follower) -> list[GatherConsumer]:
-    """The matmuls that ``follower`` found and that can be cut. A matmul cannot be cut if another of its inputs is
-    also computed from the received tensor. It cannot be cut either if its operand lacks the shards' padding and a
-    reshape split the shards (``Layout.refined``). For each matmul that cannot be cut, an obstacle is added to
-    ``follower.obstacles``."""
+    """The matmuls that ``follower`` found and that can be cut. For any other matmul, adds an obstacle to
+    ``follower.obstacles``. A matmul cannot be cut if
+
+    - another of its inputs is also computed from the received tensor, or
+    - its operand lacks the shards' padding, and a reshape split the shards (``Layout.refined``).
+    """
     collective = follower.collective
     known: dict[fx.Node, bool] = {}
     consumers = []
@@ -314,8 +312,7 @@ def consumers_of(follower: Follower) -> list[GatherConsumer]:
 
 
 def add_row_wise(nodes: GatherNodes, follower: Follower) -> None:
-    """Set ``layouts`` and ``whole`` of ``nodes`` if a node between collective and matmuls is row-wise but not
-    element-wise."""
+    """Set ``layouts`` and ``whole`` of ``nodes`` if a node before the matmuls is row-wise and not element-wise."""
     inside = nodes.between()
     if any(node in follower.row_wise for node in inside):
         wait = nodes.collective.wait

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PartFollower`` says which elements of an all-gather's result a node holds. Only views, pieces and joins of pieces
-may stand between the all-gather and the node.
+"""``PartFollower`` says which elements of an all-gather's result a node holds.
 
-Contract: the graph does not change. One gather may move several tensors, and each of its readers takes a part::
+Only views, pieces and joins of pieces may stand in between. One gather may move several tensors, and each reader takes
+a part::
 
     both = wait_tensor(all_gather(stack([k, v])))           # [R 2, batch, heads, s, width]
     k = cat([select(piece, 0, 0) for piece in split(both, 2)], dim=2)
@@ -38,10 +38,9 @@ class Part:
     """What a node holds.
 
     Attributes:
-        layout: the node's dims in atoms of the gathered tensor. An atom that was cut is replaced by the part that the
-            cut left.
+        layout: the node's dims in atoms of the gathered tensor. A cut replaces an atom by the part that is left.
         cuts: the cuts of each rank's shard, in order.
-        rank: the rank whose elements the node holds; ``None`` if the node holds elements of all ranks.
+        rank: the rank whose elements the node holds, or ``None`` for all ranks.
     """
 
     layout: Layout
@@ -50,13 +49,8 @@ class Part:
 
 
 class PartFollower:
-    """Finds what the nodes between one gather and one reader hold. Use a new follower for each reader of the gathered
-    tensor. A reshape on the way to one reader splits atoms. In a shared follower, this would change the layouts of the
-    other readers.
-
-    Attributes:
-        raw: layout of the gathered tensor.
-    """
+    """Finds what the nodes between one gather and one reader hold. Each reader needs its own: a reshape splits atoms,
+    and would change the layouts of other readers."""
 
     def __init__(self, collective: CollectiveNode) -> None:
         self.collective = collective
@@ -67,9 +61,7 @@ class PartFollower:
         self._depends: dict[fx.Node, bool] = {}
 
     def part(self, node: fx.Node) -> Part | Reason:
-        """The part that ``node`` holds. ``node`` must depend on the gather. Returns a ``Reason`` if an op other than a
-        view, a piece or a join of pieces stands between the gather and ``node``. Also returns a ``Reason`` if a join
-        does not take the shards in the order of the ranks, or takes different parts of them."""
+        """The part that ``node``, which must depend on the gather, holds; or a ``Reason`` why it holds none."""
         if node not in self._found:
             try:
                 self._found[node] = self._read(node)
@@ -103,7 +95,7 @@ class PartFollower:
         return replace(part, layout=part.layout.reshape(tools.shape(node))) if tools.is_reshape(node) else part
 
     def _obstacle(self, node: fx.Node) -> Reason:
-        """Why ``node`` holds no part: the first op on the way to it that is neither a view nor a piece."""
+        """Why ``node`` holds no part: the first op before it that is neither a view nor a piece."""
         for source in node.all_input_nodes:
             if tools.depends_on(source, self.collective.wait, self._depends):
                 found = self.part(source)
@@ -115,9 +107,12 @@ class PartFollower:
         return Reason("op_between", f"{text} of the keys and values that were gathered")
 
     def _taken(self, part: Part, dim: int, start: Size, length: Size) -> Part:
-        """The part that holds ``length`` indices of ``dim`` from ``start`` on. These indices must be the whole dim or
-        the shard of one rank, or else whole blocks; otherwise ``LayoutError`` is raised. A block holds the indices of
-        ``dim`` that belong to one index of the dim's first atom."""
+        """The part that holds ``length`` indices of ``dim`` from ``start`` on: the whole dim, one rank's shard, or
+        whole blocks. A block is the indices of ``dim`` that belong to one index of its first atom.
+
+        Raises:
+            LayoutError: the indices are anything else, or blocks are cut at symbolic sizes.
+        """
         dims = list(part.layout.refined().dims)
         atoms = [a for a in dims[dim] if a.rank or not same_size(a.size, 1)]
         if same_size(length, product(atoms)):
@@ -142,7 +137,7 @@ class PartFollower:
         return Part(Layout(tuple(dims)), (*part.cuts, cut), part.rank)
 
     def _joined(self, cat: fx.Node) -> Part | Reason:
-        """The part that ``cat`` holds if it joins the same part of each rank's shard, in the order of the ranks."""
+        """The part that ``cat`` holds. It must join equal parts of the ranks' shards, in the order of the ranks."""
         parts = []
         for source in cat.args[0]:
             if not tools.depends_on(source, self.collective.wait, self._depends):
@@ -167,8 +162,7 @@ class PartFollower:
 
 
 def _index_of(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """``(tensor, dim, index)`` if ``node`` selects one index of a dim, so that its result lacks this dim; else
-    ``None``."""
+    """``(tensor, dim, index)`` if ``node`` selects one index of a dim and drops this dim; else ``None``."""
     if node.target is aten.select.int:
         source, dim, index = node.args
     elif node.target is getitem and isinstance(node.args[0], fx.Node) and node.args[0].target is aten.unbind.int:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take apart sums of matmuls that Inductor has fused into one node, so that sites can be found in them. Sums that no
-rewrite has replaced are fused again.
+"""Take apart sums of matmuls that Inductor has fused into one node, so that sites can be found in them.
 
 The graph before and after::
 
@@ -8,9 +7,8 @@ The graph before and after::
     unfold       addmm(bias, a, b), bias has a matmul       -> add(mm(a, b), bias)
     put_back     the reverse of both, unless a site's rewrite has replaced a part
 
-Inductor writes ``mm_plus_mm`` if it autotunes. Each ``add`` written here has a mark in its ``meta``. The mark holds the
-name of the ``add``. If a rewrite copies the ``add``, the copy has the mark too, but another name, so it is not fused
-again. A node that was restored after a failed rewrite has its old name, so it can be fused again.
+Each ``add`` written here has its own name as a mark in ``meta``. A copy of the ``add`` has another name than its mark,
+so it is not fused again.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ MARK = "overlap_inductor_fused_sum"
 
 
 def take_apart(graph: fx.Graph) -> None:
-    """Write each ``mm_plus_mm`` as two ``mm`` and an ``add``. If this raises an exception, call ``put_back`` to restore
-    the graph."""
+    """Write each ``mm_plus_mm`` as two ``mm`` and an ``add``. If this raises, ``put_back`` restores the graph."""
     for node in list(graph.nodes):
         operands = operators.summed_matmuls(node)
         if operands is None:
@@ -48,9 +45,8 @@ def take_apart(graph: fx.Graph) -> None:
 
 
 def unfold(nodes: Iterable[fx.Node]) -> bool:
-    """Replace each ``addmm`` in ``nodes`` whose bias is a matmul or a sum of matmuls (``matmuls.folded``). A matmul
-    without bias and an ``add`` of the bias take its place. An ``addmm`` with ``alpha`` or ``beta`` is left as it is.
-    Returns whether any ``addmm`` was replaced."""
+    """Replace each ``addmm`` in ``nodes`` whose bias is a matmul or a sum of matmuls (``matmuls.folded``) by ``mm`` and
+    ``add``. An ``addmm`` with ``alpha`` or ``beta`` stays. Returns whether any was replaced."""
     found = sorted(
         n for n in nodes if (matmul := matmuls.parse(n)) is not None and matmuls.folded(matmul) and not n.kwargs
     )
@@ -68,8 +64,8 @@ def unfold(nodes: Iterable[fx.Node]) -> bool:
 
 
 def put_back(graph: fx.Graph, unfolded_only: bool = False) -> None:
-    """Fuse again each sum that was taken apart, if its products are still ``mm`` nodes that only the sum reads.
-    ``unfolded_only``: fuse only the sums that ``unfold`` wrote."""
+    """Fuse again each sum whose products are still ``mm`` nodes that only the sum reads. ``unfolded_only``: only the
+    sums that ``unfold`` wrote."""
     for node in list(graph.nodes):
         name, before, target, names = node.meta.get(MARK, (None, None, None, ()))
         products = node.args if names else node.args[:1]

@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide whether a graph keeps its GPU busy: whether the GPU needs longer to run it than the host needs to launch it.
 
-If the host is slower, a GPU waits for its host after every op, and hiding a transfer saves nothing. Overlap can then
-even cost time. The hosts of a group compare their plans before each call, so each call waits for the slowest of them.
-And the sequence-parallel rewrite replaces one collective by two, so the host must launch more collectives. On 4 H200s,
-two layers of Llama-70B ran 0.73 to 0.99 times as fast with overlap at 1024 tokens, and 1.12 times as fast at 4096.
-
-Both times are estimates::
+If the host is slower, the GPU waits for it after every op, and hiding a transfer saves nothing. Overlap can then cost
+time. On 4 H200s, two layers of Llama-70B ran 0.73 to 0.99 times as fast at 1024 tokens, and 1.12 times as fast at 4096.
+Estimates::
 
     GPU   all matmuls, attentions and sites of lookups + all collectives, one after the other
     host  ``launch_seconds`` for each matmul, attention and site of lookups + ``call_seconds`` for each collective
 
-The two times are not compared in four cases:
+The forward and the backward of a joint graph have estimates of their own. The times are not compared if
 
-- Inductor captures the graph as a CUDA graph, which is one launch.
-- The graph has only one collective. Then the schedules' own estimates allow for the host time
-  (``chunked/cost.py``). Rows that ``bench.operators`` measured with the host in the loop agree with these estimates.
-- A size is known only at run time.
-- The FLOPs of an op cannot be counted (``sites/flops.py``).
-
-A joint graph holds a forward and a backward graph. Each of the two is launched by itself, so each has times of its own.
+- Inductor captures the graph as a CUDA graph, which is one launch;
+- the graph has only one collective: the schedules' own estimates then include the host time (``chunked/cost.py``);
+- a size is known only at run time;
+- the FLOPs of an op cannot be counted (``sites/flops.py``).
 """
 
 from __future__ import annotations
@@ -45,15 +39,13 @@ from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
 
 MARGIN = 2.0
 """Sites are overlapped only if the GPU is estimated to need at least this many times the estimated host time. The
-slowest host of the group sets the time of each call, and may be slower than the estimate. On the slowest of four
-machines with 4 H200s, the host needed 2.1 times its estimated time for two layers as written. It needed twice its
-estimated time for the same layers after the sequence-parallel rewrite."""
+slowest host sets the time of each call: on one of four machines, a host needed 2.1 times its estimated time."""
 
 
 @dataclass
 class _Launched:
-    """What a graph launches: ``multiplied``, its matmuls and attentions; ``others``, the sites of grouped matmuls and
-    of lookups, whose FLOPs PyTorch does not count; and its ``collectives``."""
+    """What a graph launches. ``multiplied``: matmuls and attentions. ``others``: sites of grouped matmuls and of
+    lookups."""
 
     multiplied: list[fx.Node]
     others: list[OverlapSite]
@@ -61,8 +53,8 @@ class _Launched:
 
 
 def limits(found: SiteFinder, config: OverlapConfig) -> dict[fx.Node, Reason]:
-    """``{node of a collective: why its site is left as written with schedule=auto}``, for the collectives of a graph
-    that the host limits. Empty if the host does not limit the graph, or if that is not known."""
+    """``{node of a collective: why its site is left as written with schedule=auto}``, for each collective of a graph
+    that the host limits."""
     if captured_by_inductor():
         return {}
     multiplied = [n for n in found.graph.nodes if flops.is_counted(n)]
@@ -82,8 +74,7 @@ def limits(found: SiteFinder, config: OverlapConfig) -> dict[fx.Node, Reason]:
 
 
 def _backward_of_joint(found: SiteFinder) -> Collection[fx.Node]:
-    """The nodes that the partitioner puts into the backward graph, because they read a tangent. Empty if the graph is
-    not a joint graph."""
+    """The nodes of a joint graph that depend on a tangent: the partitioner puts them into the backward graph."""
     later: set[fx.Node] = set()
     if found.phase == "forward":
         for node in found.graph.nodes:
@@ -126,8 +117,8 @@ def _is_dynamic(node: fx.Node) -> bool:
 
 
 def _seconds(node: fx.Node, machine: Machine) -> float | None:
-    """Seconds of a matmul or an attention: its FLOPs, or the bytes of its inputs if reading them takes longer. ``None``
-    if its FLOPs cannot be counted."""
+    """Seconds to compute a matmul or an attention, or to read its inputs if that is longer. ``None`` if its FLOPs
+    cannot be counted."""
     counted, first = flops.flops(node), next(tools.tensor_inputs(node), None)
     if counted is None or first is None:
         return None

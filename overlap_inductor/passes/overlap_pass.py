@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overlap pass replaces matmuls and the collectives next to them by overlap ops: find, check, plan, rewrite,
-report.
+"""The overlap pass replaces matmuls and the collectives next to them by overlap ops.
 
-Contract: ``graph`` is a functional post-grad graph, with views normalised or not. The pass changes it in place. It
-rewrites only sites that are legal and chosen. In a graph with such a site, it also orders the other collectives of the
-site's group and may delay matmuls (``passes.delayed_matmuls``). If the sequence-parallel rewrite wrote a gather that
-this graph does not read, the pass erases the gather. If the rewrite of a site fails, the graph is restored, the site is
-reported, and the other sites are tried again. If the pass itself fails, the graph computes what it did before.
+Contract: ``graph`` is a functional post-grad graph. The pass changes it in place:
 
-The pass does not communicate. Its decisions depend only on facts that all ranks of a group share, so the ranks write
-the same exchange plan. The ranks also compare their plans before data moves (``inductor.compared_call``, op ``agree``).
+- It rewrites the sites that are legal and chosen.
+- It orders the other collectives of these sites' groups, and may delay matmuls (``passes.delayed_matmuls``).
+- It erases gathers of the sequence-parallel rewrite that this graph does not read.
 
-Pseudo-code::
+If the rewrite of a site fails, the graph is restored and the other sites are tried again. The pass does not
+communicate: its decisions depend only on facts that all ranks share. The ranks compare their plans before data moves
+(``inductor.compared_call``, op ``agree``). Pseudo-code::
 
     sites  = find(graph)                                  # whatever the spelling in the graph
     legal  = [s for s in sites if refuse(s) is None]      # may it be rewritten?
@@ -72,10 +70,9 @@ def run_overlap_pass(
         graph: changed in place.
         is_inference: whether the graph is compiled without a backward graph.
         graph_id: the graph's name in the report.
-        refusal: a sentence that says why this compile cannot hold overlap ops (AOTInductor, cpp_wrapper), or ``None``.
+        refusal: why this compile cannot hold overlap ops (AOTInductor, cpp_wrapper), or ``None``.
 
-    If the pass itself fails, it does not raise. The graph computes what it did before, and the report holds the graph's
-    text and the error. In ``strict`` mode, publishing the report then raises.
+    Raises no error. If the pass fails, the graph computes what it did before, and the report holds the error.
     """
     about = {
         "overlap_inductor": __version__,
@@ -132,14 +129,8 @@ def _find_and_rewrite(
 
 @dataclass(frozen=True)
 class _Rewritten:
-    """Facts about a rewritten graph.
-
-    Attributes:
-        plan: what the ranks compare.
-        groups: the groups whose ranks compare the plan.
-        workspaces: the bytes of workspace in each group (``plan.workspace_bytes``).
-        requests: the workspace that each site needs, by group (``plan.workspace``).
-    """
+    """Facts about a rewritten graph: the ``plan`` that the ranks of ``groups`` compare, ``plan.workspace_bytes`` and
+    ``plan.workspace``."""
 
     plan: ExchangePlan
     groups: list[str]
@@ -157,8 +148,8 @@ class _Outcome:
 
 
 def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None) -> _Outcome:
-    """Choose sites and rewrite them. If a rewrite fails, restore the graph and choose again without the site that
-    failed. If a seam failed (``passes.sequence.seams``), choose again without bands for its two sites."""
+    """Choose sites and rewrite them. If a rewrite fails, restore the graph and choose again without the failed site, or
+    without the bands of the failed seam (``passes.sequence.seams``)."""
     failures: list[Failure] = []
     while True:
         failed = {site: Reason("rewrite_failed", f.error) for f in failures if f.stage != "seam" for site in f.sites}
@@ -167,7 +158,7 @@ def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refu
         seams = join(choice.chosen, config, uncut)
         if not choice.chosen or config.mode not in ("on", "strict"):
             return _Outcome(choice, None, failures)
-        # Computed before the rewrite, which erases the sites' nodes.
+        # The rewrite erases the sites' nodes.
         workspaces, requests = planner.workspace_bytes(choice.chosen), planner.workspace(choice.chosen)
         written = rewrite_or_restore(graph, choice.chosen, Rewriter(graph, config, seams))
         if not isinstance(written, Failure):
@@ -188,14 +179,14 @@ def _notices(outcome: _Outcome, failed: list[Failure]) -> list[str]:
 
 
 def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten | None) -> dict[str, Any]:
-    """The report's fields about what the ranks compare. A rank that overlaps nothing has a plan too, because other
-    ranks may overlap this graph and must learn that this rank does not."""
+    """The report's fields about what the ranks compare. A rank that overlaps nothing has a plan too: others may
+    overlap."""
     if rewritten is None:
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})
         rewritten = _Rewritten(plan, list(groups), [], {})
     plan = rewritten.plan
     if sequence_parallel.rewritten(graph):
-        # The sequence-parallel rewrite also counts as overlap, because it changes which collectives run.
+        # The sequence-parallel rewrite counts as overlap: it changes which collectives run.
         plan = replace(plan, overlaps=True)
     requests, limit = rewritten.requests, config.workspace_limit
     return {
@@ -225,7 +216,7 @@ def _report_of_failure(
 
 
 def _text_of(graph: fx.Graph) -> str:
-    """``readable(graph)``, or the error if ``readable`` itself fails: a report of a failure must not fail."""
+    """``readable(graph)``, or the error if that fails: a report of a failure must not fail."""
     try:
         return readable(graph)
     except Exception as error:  # noqa: BLE001  (the graph may hold anything; the error takes the text's place)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Pattern``: the interface through which the finder asks for one pattern's sites.
 
-Each pattern has one implementation. ``passes.patterns`` lists them. A pattern starts at a collective of its kind. It
-returns a ``Match`` with the site's nodes, or a ``Miss`` with reasons::
+A pattern starts at a collective of its kind. It returns a ``Match`` with the site's nodes, or a ``Miss`` with reasons::
 
     y = mm(wait_tensor(all_gather(x)), w)    AllGatherMatmul.find(all_gather) -> Match(GatherNodes(...))
     y = wait_tensor(all_gather(x)) + 1       AllGatherMatmul.find(all_gather) -> Miss([])
@@ -30,11 +29,10 @@ class Match:
     """The site that a pattern found at a collective.
 
     Attributes:
-        nodes: the site's nodes.
         dim: the dim that is gathered or scattered, as in ``facts.site.Collective``.
-        role: the role (M, N, K or B) that the cut dim has in the first matmul, or ``None``.
-        obstacle: why the site must stay as written although it was found; ``None`` if it may be rewritten.
-        left: matmuls that stay with other sites. This site reads their results, or sums of them, as plain tensors.
+        role: the role (M, N, K or B) of the cut dim in the first matmul, or ``None``.
+        obstacle: why the site must stay as written, or ``None``.
+        left: matmuls that stay with other sites.
     """
 
     nodes: SiteNodes
@@ -49,10 +47,9 @@ class Miss:
     """The answer of a pattern that found no site at a collective.
 
     Attributes:
-        reasons: why there is no site; empty if the graph around the collective does not resemble the pattern.
-        final: if true, the finder does not ask the patterns after this one.
-        anchor: if ``final``, the node whose module the report names; ``None`` for the collective itself. Without
-            ``final``, the finder does not read ``anchor``.
+        reasons: why there is no site; empty if nothing resembles the pattern.
+        final: whether the finder asks no further pattern.
+        anchor: if ``final``, the node whose module the report names; ``None`` for the collective.
         left: as in ``Match``.
     """
 
@@ -68,8 +65,7 @@ class Search(Protocol):
     Attributes:
         phase: inference, forward or backward.
         collectives: every collective of the graph, as ``sites.collectives.find_collectives`` gives it.
-        merged: collectives of sites with several collectives. Such a site is found at the first of its collectives. The
-            pattern adds at least the site's later collectives here, and the finder skips these.
+        merged: collectives that the finder skips. A pattern adds the further collectives of its site.
     """
 
     phase: str
@@ -79,28 +75,25 @@ class Search(Protocol):
     def collectives(self) -> Mapping[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]: ...
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of the sites found so far, and those of all sites of early patterns. If ``SiteFinder.idle``
-        names a site's first collective, that site's matmuls are left out."""
+        """The matmuls of the sites found so far and of all early sites, without those of ``SiteFinder.idle``."""
         ...
 
     def taken(self) -> set[fx.Node]:
-        """The collectives of the sites found so far and of all sites of early patterns. A pattern whose sites have
-        several collectives must not claim a collective that is in this set."""
+        """The collectives of the sites found so far and of all early sites. No new site may take them as further
+        collectives."""
         ...
 
 
 @dataclass(frozen=True)
 class Example:
-    """The pattern as a model writes it: a linear layer next to a collective. The benchmarks and the tests use it.
+    """The pattern as a model writes it: a linear layer next to a collective.
 
     Attributes:
-        first: whether the collective comes before the matmul and moves its left operand; else it comes after the matmul
-            and moves the result.
+        first: whether the collective comes before the matmul and moves its left operand. Else it moves the result.
         shards_tokens: whether each rank holds only its shard of the tokens: before the layer if ``first``, else after.
-        column_parallel: whether the layer's columns (N) are split between ranks; else its contracted dim (K) is.
-        traced: the collective ``(tensor [rows, ...], group) -> result``, written with functional collectives that
-            torch.compile traces.
-        eager: the same collective without a graph. It may overwrite its argument.
+        column_parallel: whether the ranks split the layer's columns (N) or, if false, its contracted dim (K).
+        traced: ``(tensor [rows, ...], group) -> result`` in functional collectives.
+        eager: the same for eager code. It may overwrite its argument.
     """
 
     first: bool
@@ -115,10 +108,9 @@ class Pattern(Protocol):
 
     Attributes:
         name: the name in reports and in ``OVERLAP_INDUCTOR_PATTERNS``.
-        kind: the kind of collective at which the pattern starts: all_gather, reduce_scatter, all_reduce, all_to_all.
-        early: if true, ``find`` reads neither ``Search.owned`` nor ``Search.taken``. The pattern's sites are then found
-            before all other sites. Other sites do not claim an early site's collectives. They take an early site's
-            matmul into a sum only if ``SiteFinder.idle`` names the early site's collective.
+        kind: the kind of collective at which the pattern starts.
+        early: whether the pattern's sites (*early sites*) are found before all other sites. ``find`` may then not read
+            ``Search.owned`` and ``Search.taken``.
         example: the pattern as a model writes it; ``None`` if it has no linear layer.
     """
 

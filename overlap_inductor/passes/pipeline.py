@@ -10,8 +10,8 @@
     POST_GRAD  forward, backward and inference graphs, each on its own
                pass "overlap": collectives and the matmuls beside them become overlap ops
 
-If a slot has no pass, Inductor's setting for it and Inductor's cache keys stay as they were. If such a slot gets a pass
-while overlap is enabled, the pass begins to run after the next call of ``enable``, ``disable`` or ``overlap``.
+A slot without a pass leaves Inductor as it was. If a pass is added to such a slot, it runs after the next ``enable``,
+``disable`` or ``overlap``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class GraphContext:
     """What a pass gets besides the graph.
 
     Attributes:
-        config: the configuration for this graph.
-        is_inference: whether the graph is compiled for inference; ``None`` if Inductor does not say, as for joint
-            graphs.
+        is_inference: whether the graph is compiled for inference; ``None`` for joint graphs, if Inductor does not say.
         graph_id: Dynamo's name of the graph, the same on all ranks.
         refusal: why nothing may be overlapped in the graph, or ``None``.
     """
@@ -47,14 +45,8 @@ class GraphContext:
 
 
 class GraphPass(Protocol):
-    """A pass over one FX graph, which it changes in place. It does not communicate, but must make the same decisions on
-    all ranks.
-
-    Attributes:
-        name: the name of the pass in Inductor's cache keys.
-        version: the version of the pass in Inductor's cache keys, because two versions may write different graphs. If
-            it is empty, the pass is not in the keys.
-    """
+    """A pass over one FX graph. It does not communicate, but must make the same decisions on all ranks. ``name`` and
+    ``version`` enter Inductor's cache keys, unless ``version`` is empty."""
 
     @property
     def name(self) -> str: ...
@@ -63,13 +55,13 @@ class GraphPass(Protocol):
     def run(self, graph: fx.Graph, context: GraphContext) -> OverlapReport | None:
         """Rewrite ``graph`` in place. Returns a report, or ``None`` if there is nothing to report.
 
-        An exception fails the compile. If an optional rewrite fails, the pass restores the graph and returns instead.
+        An exception fails the compile. A pass whose rewrite is optional restores the graph instead.
         """
         ...
 
 
 class Overlap:
-    """Runs ``passes.overlap_pass``. Its ``version`` is empty: the cache keys already cover the package's sources."""
+    """Runs ``passes.overlap_pass``. ``version`` is empty: the cache keys already cover the package's sources."""
 
     name, version = "overlap", ""
 
@@ -86,8 +78,7 @@ class Overlap:
 
 
 class SequenceParallel:
-    """Runs ``passes.sequence_parallel``. ``run`` returns no report. The overlap pass reports the rewrite later, with
-    the graphs that the partitioner cuts from the joint graph."""
+    """Runs ``passes.sequence_parallel``. The overlap pass reports this rewrite later."""
 
     name, version = "sequence_parallel", ""
 
@@ -98,7 +89,7 @@ class SequenceParallel:
 
 
 class Permutations:
-    """Runs ``sites.permutations``: notes which index tensors hold each index once. The graph does not change."""
+    """Runs ``sites.permutations``: notes which index tensors hold each index once."""
 
     name, version = "permutations", ""
 

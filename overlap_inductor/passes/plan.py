@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan which schedule serves which token counts of a site.
 
-The planner reads facts that all ranks share, never a measurement of one rank. It does not change the graph.
-
-Pseudo-code::
+The planner reads only facts that all ranks share. Pseudo-code::
 
     can  = [s for s in SCHEDULES if s is allowed and s.why_not(site) is None]
     cost = {s: s.seconds(site) for s in can}
@@ -37,9 +35,8 @@ from overlap_inductor.sites.sizes import sizes_at
 
 
 def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = None) -> Decision:
-    """The decision for one legal site. ``host_bound``: why nothing is worth hiding in the site's graph, or ``None``
-    (``passes.host_time``). ``fit_workspace`` and ``SiteSchedule.fit`` may change the decision later to keep within
-    limits of the whole graph. For example, ``SiteSchedule.fit`` decides whether a ring's steps are unrolled."""
+    """The decision for one legal site. ``host_bound``: why nothing is worth hiding in its graph, or ``None``.
+    ``fit_workspace`` and ``SiteSchedule.fit`` may change the decision later."""
     asked = [s for s in SCHEDULES if config.schedule in ("auto", s.name)]
     refusals = {s.name: _why_not(s, site, config) for s in asked}
     able = [s for s in asked if refusals[s.name] is None]
@@ -79,7 +76,7 @@ def _with(estimate: dict[str, float], pieces: list[PlanPiece]) -> list[PlanPiece
 
 
 def _why_none(refusals: dict[str, str | None], config: OverlapConfig) -> str:
-    """Why no schedule can compute a site. ``refusals``: the reason of each schedule, by name."""
+    """Why no schedule can compute a site. ``refusals``: each schedule's reason, by name."""
     alike: dict[str, list[str]] = {}
     for name, refusal in refusals.items():
         alike.setdefault(refusal or "", []).append(name)
@@ -103,8 +100,8 @@ def _why_not(schedule: SiteSchedule, site: OverlapSite, config: OverlapConfig) -
 
 
 def _estimate_us(site: OverlapSite, config: OverlapConfig, able: list[SiteSchedule]) -> dict[str, float]:
-    """Estimated microseconds of ``keep``, the matmul alone, the collective alone, and every schedule in ``able``. Empty
-    if a size of the site depends on data, so that nothing can be estimated."""
+    """Estimated microseconds of ``keep``, ``matmul``, ``collective`` and every schedule in ``able``. Empty if a size of
+    the site depends on data."""
     if not has_example(site):
         return {}
     sizes, machine = sizes_at(site), machine_of(site, config)
@@ -132,7 +129,7 @@ def _too_small(able: list[SiteSchedule], estimate: dict[str, float]) -> Reason:
 
 
 def _requests(sites: list[DecidedSite]) -> dict[str, list[tuple[DecidedSite, Request]]]:
-    """``{group: [(site, its workspace request)]}`` of the sites that need workspace, in graph order."""
+    """``{group: [(site, its workspace request)]}``, in graph order."""
     found: dict[str, list[tuple[DecidedSite, Request]]] = {}
     for site in sites:
         moving = [p for p in site.decision.plan if p.schedule != "keep"]
@@ -142,8 +139,8 @@ def _requests(sites: list[DecidedSite]) -> dict[str, list[tuple[DecidedSite, Req
 
 
 def fit_workspace(sites: list[DecidedSite], config: OverlapConfig) -> None:
-    """Change decisions until the workspace of each group fits ``config.workspace_limit`` (MiB). While it does not fit,
-    the site with the largest request is left as written."""
+    """Leave sites as written, largest request first, until the workspace of each group fits ``config.workspace_limit``
+    (MiB)."""
     limit = config.workspace_limit << 20
     for members in _requests(sites).values():
         world_size = members[0][0].facts.collective.world_size
@@ -161,15 +158,15 @@ def fit_workspace(sites: list[DecidedSite], config: OverlapConfig) -> None:
 
 
 def workspace_bytes(sites: list[DecidedSite]) -> list[dict[str, Any]]:
-    """The symmetric memory that ``sites`` hold on each rank: ``{"ranks": ..., "bytes": ...}`` for each group that needs
-    any, in graph order."""
+    """The symmetric memory that ``sites`` hold on each rank: ``{"ranks": ..., "bytes": ...}`` for each group, in graph
+    order."""
     members = ((m[0][0].facts.collective, [r for _, r in m]) for m in _requests(sites).values())
     return [{"ranks": list(c.ranks), "bytes": planned_bytes(requests, SLOTS, c.world_size)} for c, requests in members]
 
 
 def workspace(sites: list[DecidedSite]) -> dict[str, list[list[Any]]]:
-    """``{group: [[site id, bytes, number of signals]]}`` of the sites that need workspace, in graph order. A site whose
-    protocol is not ``CREDITS`` has the protocol as a fourth element."""
+    """``{group: [[site id, bytes, number of signals]]}``, in graph order. A protocol other than ``CREDITS`` is a fourth
+    element."""
     return {group: [_numbers(r) for _, r in members] for group, members in _requests(sites).items()}
 
 

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the sites whose matmuls compute a collective's input: ``matmul -> reduce-scatter``, ``matmul -> all-reduce`` and
-``matmul -> all-gather`` of an output.
-
-::
+"""Find the sites whose matmuls compute a collective's input::
 
     mm(x, w) -> reduce_scatter             matmul_reduce_scatter
     mm(x, w) -> all_reduce                 matmul_all_reduce
     all_reduce(a) + all_reduce(b)          one matmul_all_reduce of a + b, at the first all-reduce
     mm(x, w) -> all_gather                 matmul_all_gather
 
-``find_reduce`` finds them. It may find no site because of a layout or an op in between, or because it reaches no
-matmul. Then ``find_region`` follows more ops between the matmul and the collective. These are reductions over a dim
-(sum, mean, max, min) and ``cat``.
+If ``find_reduce`` finds none, ``find_region`` also follows reductions over a dim and ``cat``.
 """
 
 from __future__ import annotations
@@ -44,9 +39,8 @@ class MatmulReduceScatter:
 
 
 class MatmulAllReduce:
-    """Pattern ``matmul -> all-reduce`` (see ``Pattern``). If the results of several all-reduces (sum or avg) of one
-    group, op, shape and dtype are only added to each other, the all-reduces become one site. This site is at the first
-    all-reduce. The all-reduces stay apart if the merged site would have an obstacle."""
+    """Pattern ``matmul -> all-reduce`` (see ``Pattern``). All-reduces of one group, op, shape and dtype that are only
+    added to each other become one site. They stay apart if this site would have an obstacle."""
 
     name = "matmul_all_reduce"
     kind = "all_reduce"
@@ -59,8 +53,7 @@ class MatmulAllReduce:
 
 
 class MatmulAllGather:
-    """Pattern ``matmul -> all-gather`` of the matmul's output (see ``Pattern``). If ``AllGatherMatmul`` finds a
-    site at the collective, that site wins, because the finder asks ``AllGatherMatmul`` first."""
+    """Pattern ``matmul -> all-gather`` of the matmul's output (see ``Pattern``)."""
 
     name = "matmul_all_gather"
     kind = "all_gather"
@@ -87,9 +80,8 @@ def _found(collectives: list[CollectiveNode], result: fx.Node, search: Search, s
 
 
 def _added_later(collective: CollectiveNode, search: Search) -> tuple[list[CollectiveNode], fx.Node] | None:
-    """The longest sum of all-reduces, beginning with ``collective``, that can be one site, as ``(all-reduces, their
-    sum)``. ``None`` if there is none. An all-reduce is linear, so one all-reduce of the sum of their inputs gives the
-    same result up to rounding."""
+    """The longest sum of all-reduces, beginning with ``collective``, that can be one site: ``(all-reduces, sum)``, or
+    ``None``. One all-reduce of their summed inputs gives the same result up to rounding."""
     terms, total = [collective], collective.wait
     sums: list[tuple[list[CollectiveNode], fx.Node]] = []
     while (above := _sum_of_like(collective, total, search)) is not None:
@@ -109,8 +101,8 @@ def _added_later(collective: CollectiveNode, search: Search) -> tuple[list[Colle
 def _sum_of_like(
     collective: CollectiveNode, term: fx.Node, search: Search
 ) -> tuple[list[CollectiveNode], fx.Node] | None:
-    """``(all-reduces in the other term, sum)`` if the only reader of ``term`` adds it to all-reduces of the same group,
-    op, shape and dtype as ``collective``; else ``None``."""
+    """``(all-reduces in the other term, sum)`` if the only reader of ``term`` adds it to all-reduces like
+    ``collective``; else ``None``."""
     total = next(iter(term.users)) if len(term.users) == 1 else None
     if total is None or collective.reduce_op not in ("sum", "avg"):
         return None
@@ -122,7 +114,7 @@ def _sum_of_like(
 
 
 def _all_reduces_in(term: fx.Node, like: CollectiveNode, search: Search) -> list[CollectiveNode] | None:
-    """The all-reduces that ``term`` is a sum of. ``None`` if one has another group, op, shape or dtype than ``like``,
+    """The all-reduces of which ``term`` is a sum. ``None`` if one has another group, op, shape or dtype than ``like``,
     or if a node of the sum has another reader."""
     found, pending = [], [term]
     while pending:
@@ -140,7 +132,7 @@ def _all_reduces_in(term: fx.Node, like: CollectiveNode, search: Search) -> list
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
-    """The two nodes that ``node`` adds without a factor; ``[]`` if ``node`` is another op or adds a number."""
+    """The two nodes that ``node`` adds without a factor; ``[]`` if it does anything else."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return []
     nodes = [a for a in node.args if isinstance(a, fx.Node)]

@@ -9,9 +9,6 @@ Before and after, with an unrolled ring::
         y = the steps' result                           # all_gather and its wait are erased
         z = all_reduce(v)                               # ordered after the steps before it
         follow(token, z)                                # orders later steps, if any, after z
-
-``Rewriter.apply`` raises if it fails. The graph is then unfinished, and the caller restores it
-(``snapshot.rewrite_or_restore``).
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
 class Rewriter:
-    """Rewrites the sites of one graph in graph order. ``seams``: pairs of sites that are written in bands."""
+    """Rewrites the sites of one graph in graph order. ``seams``: those to write in bands."""
 
     def __init__(self, graph: fx.Graph, config: OverlapConfig, seams: Sequence[Seam] = ()) -> None:
         self.graph, self.config, self.seams = graph, config, seams
@@ -68,20 +65,16 @@ class Rewriter:
         self.first: dict[fx.Node, str] = {}
         self.agreements: list[fx.Node] = []
         self.in_order: set[str] = set()
-        """Groups with a site whose rewrite keeps the program's own collectives (schedule ``early_start``). Another rank
-        may lack such a site. So these groups call all their collectives in the graph's order."""
+        """Groups with a site of schedule ``early_start``, which keeps the program's own collectives. Another rank may
+        lack this site, so these groups call all collectives in the graph's order."""
         self.current: DecidedSite | None = None
-        """The site that is being placed or rewritten; ``None`` while the work concerns several sites. A failure is
-        attributed to this site."""
+        """The site that is being written, to which a failure is attributed, or ``None``."""
         self.seam: Seam | None = None
-        """The seam that is being written in bands, else ``None``. A failure is attributed to this seam."""
+        """The seam that is being written, to which a failure is attributed, or ``None``."""
 
     def apply(self, sites: list[DecidedSite]) -> tuple[ExchangePlan, list[str]]:
-        """Place and rewrite ``sites``, then erase dead nodes and order all communication. Every site's decision must
-        be to overlap the site.
-
-        Returns:
-            ``(what the ranks compare before data moves, names of the plan's groups)``.
+        """Place and rewrite ``sites``, then erase dead nodes and order all communication. Returns ``(what the ranks
+        compare before data moves, names of the plan's groups)``.
 
         Raises:
             Exception: any step failed. The graph is then half rewritten; ``snapshot.rewrite_or_restore`` restores it.
@@ -117,8 +110,7 @@ class Rewriter:
         text = plan.to_json()
         for agree in [node for node in self.agreements if node in live]:
             agree.args = (agree.args[0], text, *agree.args[2:])
-            # Without the mark, Inductor would evaluate ``agree`` again. Its value would become a new tensor, and so
-            # would the values of all steps in its chain.
+            # Without the mark, Inductor would evaluate ``agree`` again and give new tensors to all steps in its chain.
             mark(agree)
         preserve_order(self.graph, {n: {d for d in ds if d in live} for n, ds in self.order.items() if n in live})
         note_order(self.graph)
@@ -134,12 +126,11 @@ class Rewriter:
         self.seam = None
 
     def _agree(self, placed: list[tuple[DecidedSite, fx.Node]]) -> None:
-        """Write one ``agree`` for each group, all before the first step of any group. So no step moves data before the
-        ranks have compared their plans.
+        """Write one ``agree`` for each group, all before the first step of any group: the ranks compare their plans
+        before data moves.
 
-        Each ``agree`` requests the workspace of its own group's sites only, because the needs of other groups may
-        differ between the ranks of this group. A tensor argument gives the device, because a device number would differ
-        between the ranks' graphs.
+        An ``agree`` requests only its own group's workspace, because other groups' needs may differ between ranks. A
+        tensor gives the device, because a device's number would differ between ranks.
         """
         needs = planner.workspace([site for site, _ in placed])
         first = placed[0][1]
@@ -149,7 +140,7 @@ class Rewriter:
                 if name not in self.chains:
                     source = tools.value(site.collectives[0].input)
                     terms = (json.dumps(needs[name]), self.config.workspace_limit) if name in needs else ()
-                    # The plan's text is empty here. ``apply`` fills it in when all sites are written.
+                    # ``apply`` fills in the plan's text when all sites are written.
                     node = self.graph.call_function(
                         overlap.agree.default, (name, "", _first_on(source.device, first), *terms)
                     )
@@ -164,9 +155,8 @@ class Rewriter:
                         follow.meta["val"] = tools.value(chain)
 
     def _placed(self, sites: list[DecidedSite]) -> list[tuple[DecidedSite, fx.Node]]:
-        """Move the nodes that must move to make room for the sites' steps. Return ``(site, node before which its steps
-        are written)`` in graph order, which is the order of the chain. Raises ``RuntimeError`` if an earlier move left
-        no place for a site."""
+        """Make room for the sites' steps. Returns ``(site, node before which its steps are written)`` in the order of
+        the chain. Raises ``RuntimeError`` if an earlier move left no place for a site."""
         anchors: list[tuple[fx.Node, DecidedSite]] = []
         behind: set[fx.Node] = set()
         for site in sites:
@@ -183,12 +173,11 @@ class Rewriter:
                 )
             placement.apply()
             if placement.sunk and site.nodes.read_in_place():
-                # If a node between the collective and the matmuls is also read elsewhere, it will read the steps'
-                # buffer. So the steps are written before that node.
+                # If a node is also read elsewhere, it will read the steps' buffer. So the steps come before it.
                 anchors.append((placement.sunk[0], site))
                 continue
-            # The steps are written right after the last node that was moved down. If another site moves nodes to the
-            # same anchor, those nodes come after the steps and may read the steps' results.
+            # The steps come right after the last node that was moved down. Nodes that another site moves there may read
+            # the steps' results, and come after the steps.
             anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
             behind.update(placement.sunk[-1:])
         self.current = None
@@ -237,9 +226,8 @@ class Rewriter:
         return replaced
 
     def _erase_unused(self, pending: list[fx.Node], ends: set[fx.Node]) -> None:
-        """Erase the unused nodes among ``pending``, and their inputs that become unused. An impure node is erased only
-        if it is in ``ends``. Waits must be erased here, because they count as impure and dead code elimination would
-        keep them."""
+        """Erase the unused nodes among ``pending``, and their inputs that become unused. Impure nodes, such as waits,
+        must be in ``ends``; dead code elimination would keep them all."""
         erased: set[fx.Node] = set()
         while pending:
             node = pending.pop()
@@ -255,20 +243,20 @@ class Rewriter:
                 pending += sources
 
     def _kept(self) -> list[delayed_matmuls.Transfer]:
-        """The collectives that are left in the graph and have a wait of their own, with their estimated seconds. A
-        collective is left out if its group has one rank, or if one of its sizes is known only when the graph runs."""
+        """The collectives that are left in the graph, with their estimated seconds, except groups of one rank and
+        unbacked sizes."""
         found = [c for _, _, c in collectives.find_collectives(self.graph) if isinstance(c, CollectiveNode)]
         return [
             delayed_matmuls.Transfer(
                 c.node, c.wait, cost_model.collective_seconds(moved_by(c), machine_at(c, self.config))
             )
             for c in found
-            # If an op waits for its own transfer, no node can run between its start and its wait.
+            # No node can run under an op that waits for its own transfer.
             if c.world_size > 1 and c.wait is not c.node and not tools.has_unbacked(tools.shape(c.input))
         ]
 
     def _chain_kept_collectives(self) -> None:
-        """Give the steps and the kept collectives of each rewritten group an order that is the same on every rank."""
+        """Give the steps and the kept collectives of each rewritten group one order on all ranks."""
         ours = {n: g for g, nodes in self.emitted.items() for n in nodes}
         newest: dict[str, fx.Node] = {}
         pending: dict[str, list[fx.Node]] = {}
@@ -296,7 +284,7 @@ class Rewriter:
 
 
 def _exposed(sites: list[DecidedSite]) -> dict[str, float]:
-    """``{site's id: estimated seconds of the site's transfers that the site's matmuls do not hide}``."""
+    """``{site's id: estimated seconds of its transfers that its matmuls do not hide}``."""
     found = {}
     for site in sites:
         estimate, schedule = site.decision.moving.estimate_us, site.decision.moving.schedule
@@ -306,8 +294,8 @@ def _exposed(sites: list[DecidedSite]) -> dict[str, float]:
 
 
 def _alike(old: fx.Node, new: fx.Node) -> bool:
-    """Whether both have the same shape and dtype. Equal sizes may be different expressions: a guard may have made two
-    symbols equal, and a size may be written as a sum of pieces."""
+    """Whether both have the same shape and dtype. Equal sizes may be different expressions, for example a sum of
+    pieces."""
     shapes = tools.shape(old), tools.shape(new)
     same = len(shapes[0]) == len(shapes[1]) and all(
         same_size(a, b) or same_expression(a, b) for a, b in zip(*shapes, strict=True)
@@ -316,8 +304,7 @@ def _alike(old: fx.Node, new: fx.Node) -> bool:
 
 
 def _first_on(device: torch.device, before: fx.Node) -> fx.Node:
-    """The first tensor in the graph that is on ``device``. Raises ``RuntimeError`` if there is none before the node
-    ``before``."""
+    """The graph's first tensor on ``device``. Raises ``RuntimeError`` if there is none before ``before``."""
     for node in before.graph.nodes:
         if node is before:
             break
@@ -327,7 +314,7 @@ def _first_on(device: torch.device, before: fx.Node) -> fx.Node:
 
 
 def _tensor_of(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """``node`` if it is a tensor, else the last of its results, because an ordering edge must start at a tensor."""
+    """``node`` if it is a tensor, else the last of its results: an ordering edge must start at a tensor."""
     if tools.is_tensor(node):
         return node
     index = len(tools.value(node)) - 1

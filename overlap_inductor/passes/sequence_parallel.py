@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sequence-parallel rewrite: all-reduces become reduce-scatters, and each rank does the token-wise work after them
-for its own rows only.
+for its own rows only (Megatron's sequence parallelism: Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 
 Contract: ``graph`` is a joint graph (forward and backward) or an inference graph, before the partitioner. The pass
-changes it in place, and only in stretches that are legal and chosen. If the rewrite fails, the graph is restored. The
-pass does not communicate. Its decisions depend only on facts that all ranks of a group share. The method is Megatron's
-sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2), applied to a graph in place of a model.
-
-Pseudo-code::
+changes it in place, and restores it if the rewrite fails. The pass does not communicate: its decisions depend only on
+facts that all ranks share. Pseudo-code::
 
     stretches = find(graph)                                     # what can be held as rows, op by op
     legal     = [s for s in stretches if refuse(s) is None]
@@ -60,13 +57,12 @@ from overlap_inductor.torch_compat.guards import decide
 
 log = logging.getLogger("overlap_inductor")
 FAILURE = "overlap_inductor_sequence_parallel_failure"
-"""Metadata of an all-reduce in a graph whose rewrite failed: the failure, in the form of ``Failure.to_dict``."""
+"""Metadata of an all-reduce in a graph whose rewrite failed: ``Failure.to_dict()``."""
 SAME = "overlap_inductor_same_on_all_ranks"
 """Metadata of an input that must be the same on all ranks of a group: the group's name."""
 CLEARLY = 4
-"""A graph that is compiled for few tokens keeps its all-reduces. It serves all numbers of tokens up to a limit. The
-limit is at least this many times the number at which the rewrite may begin to pay. Just above that number the rewrite
-rarely pays, and one more graph costs a compile."""
+"""A graph for few tokens keeps its all-reduces up to a limit of tokens. The limit is at least this many times the
+number at which the rewrite may begin to pay: a small gain is not worth another compile."""
 Numbered = list[tuple[int, Stretch]]
 
 
@@ -75,9 +71,9 @@ def run_sequence_parallel(graph: fx.Graph, config: OverlapConfig, refusal: str |
 
     Args:
         graph: changed in place.
-        refusal: a sentence that says why this compile cannot hold overlap ops, or ``None``.
+        refusal: why this compile cannot hold overlap ops, or ``None``.
 
-    If the pass itself fails, it raises no error. The graph stays unchanged, and the overlap pass reports the failure.
+    Raises no error. If the pass fails, the graph stays unchanged, and the overlap pass reports the failure.
     """
     try:
         return _find_and_rewrite(graph, config, refusal)
@@ -105,7 +101,7 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, refusal: str | Non
     legal = [(n, s) for n, s in enumerate(finder.stretches) if facts[n].status != "refused"]
     legal = [(n, s) for n, s in legal if _divides(n, s, facts, config)]
     if any(isinstance(s.tokens.count, torch.SymInt) for _, s in legal):
-        # The guard on the number of tokens gave more information about the sizes, so the stretches are found again.
+        # The guard told more about the sizes, so the stretches are found again.
         finder = _found(graph)
         legal = [(n, finder.stretches[n]) for n, _ in legal]
     chosen = _choose(graph, legal, facts, config, refusal) if legal else []
@@ -128,11 +124,9 @@ def _found(graph: fx.Graph) -> RowFinder:
 
 
 def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: OverlapConfig) -> bool:
-    """Whether the stretch may be rewritten for the numbers of tokens that this graph serves. A fixed number is always
-    allowed, and so is a symbolic number that is known to be a multiple of the number of ranks. For any other symbolic
-    number, a guard asks whether it is a multiple, and each answer has a graph of its own. If the rewrite cannot pay at
-    the example's number of tokens, ``auto`` sets an upper limit as the guard instead: more tokens get a graph of their
-    own."""
+    """Whether the stretch may be rewritten for the numbers of tokens that this graph serves. A symbolic number must be
+    a multiple of the number of ranks. If this is not known, a guard asks. If the rewrite cannot pay at the example's
+    number, ``auto`` guards an upper limit instead. Other numbers get graphs of their own."""
     tokens = stretch.tokens
     if isinstance(tokens.count, int) or tokens.even:
         return True
@@ -160,8 +154,7 @@ def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: O
 def _choose(
     graph: fx.Graph, legal: Numbered, facts: list[StretchFacts], config: OverlapConfig, refusal: str | None
 ) -> Numbered:
-    """Choose the stretches to rewrite. Fills in the estimates of all legal stretches, and the reasons of those that are
-    kept."""
+    """Choose the stretches to rewrite. Fills in all estimates, and the reasons for stretches that are kept."""
     written, rewritten = _copy(graph), _copy(graph)
     finder = _found(rewritten)
     writer = RowWriter(rewritten, finder.held, config)
@@ -206,8 +199,8 @@ def _choose(
 
 
 def _pays(number: int, stretch: Stretch, facts: list[StretchFacts], pays_at: Any) -> bool:
-    """Whether the rewrite pays for the numbers of tokens that this graph serves. A symbolic number gets a guard at the
-    number of tokens from which on the rewrite pays."""
+    """Whether the rewrite pays for the numbers of tokens that this graph serves. A guard asks whether a symbolic number
+    reaches the number from which on the rewrite pays."""
     count = stretch.tokens.count
     if isinstance(count, int):
         result, limit = pays_at(1.0), None
@@ -265,7 +258,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _annotate(finder: RowFinder, facts: list[StretchFacts], rewritten: list[int]) -> None:
-    """Store the facts of the stretches that were not rewritten in the metadata of their all-reduces."""
+    """Store the facts of the kept and refused stretches in the metadata of their all-reduces."""
     for number, stretch in enumerate(finder.stretches):
         if number not in rewritten:
             for collective in (c for source in stretch.sources for c in source.collectives):
@@ -300,8 +293,8 @@ def _describe(graph: fx.Graph, stretch: Stretch) -> StretchFacts:
 
 
 def _program(stretch: Stretch) -> str:
-    """``StretchFacts.program``: the hash of a text that lists the stretch's ops and numbers. The text contains no
-    names of nodes or symbols. A device is written as its type, because each rank's GPU has another index."""
+    """``StretchFacts.program``: the hash of the stretch's ops and numbers, without names. A device counts by its type,
+    because ranks use GPUs of different indices."""
     pending, computed = list(stretch.reads), set[fx.Node]()
     while pending:
         node = pending.pop()
@@ -323,8 +316,8 @@ def _constant(value: object) -> str:
 
 
 def note_divided(graph: fx.Graph) -> None:
-    """Store the rewritten stretches in the metadata of the graph's output. ``agreed_plan`` reads them there after the
-    overlap pass has replaced their collectives."""
+    """Store the rewritten stretches in the metadata of the graph's output, because the overlap pass may replace their
+    collectives."""
     found = {}
     for node in graph.nodes:
         if META in node.meta and node.meta[META]["status"] == "rewritten":
@@ -334,11 +327,8 @@ def note_divided(graph: fx.Graph) -> None:
 
 
 def erase_unread(graph: fx.Graph) -> None:
-    """Erase each all-gather of a rewritten stretch if nothing in ``graph`` reads its result.
-
-    If only the backward reads a gather, the partitioner copies it into the forward, too, because it treats a collective
-    as a node with side effects.
-    """
+    """Erase each all-gather of a rewritten stretch that nothing in ``graph`` reads. The partitioner takes collectives
+    for side effects, and copies the backward's gathers into the forward."""
     for node, kind, _ in list(find_collectives(graph)):
         ours = node.meta.get(META, {}).get("status") == "rewritten"
         unread = all(operators.is_wait(user) and not user.users for user in node.users)
@@ -349,7 +339,7 @@ def erase_unread(graph: fx.Graph) -> None:
 
 
 def stretches_of(graph: fx.Graph) -> list[StretchFacts]:
-    """The stretches that the collectives of a forward, backward or inference graph belong to, each once."""
+    """The stretches to which the collectives of ``graph`` belong, each once."""
     found = {n.meta[META]["id"]: n.meta[META] for n in graph.nodes if META in n.meta}
     return [StretchFacts.from_dict(value) for value in found.values()]
 
@@ -360,12 +350,11 @@ def rewritten(graph: fx.Graph) -> bool:
 
 
 def same_inputs_of(graph: fx.Graph) -> list[list[Any]]:
-    """``OverlapReport.same_inputs`` of a forward, backward or inference graph."""
+    """``OverlapReport.same_inputs`` of ``graph``."""
     inputs = enumerate(graph.find_nodes(op="placeholder"))
     return [[i, node.name, node.meta[SAME], is_parameter(node) is True] for i, node in inputs if SAME in node.meta]
 
 
 def failures_of(graph: fx.Graph) -> list[Failure]:
-    """The failures of the rewrite of the joint graph from which ``graph`` was cut. Empty if the rewrite did not
-    fail."""
+    """The failures of the rewrite of the joint graph from which ``graph`` was cut."""
     return [Failure(**n.meta[FAILURE]) for n in graph.nodes if FAILURE in n.meta]

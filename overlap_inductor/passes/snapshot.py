@@ -23,8 +23,8 @@ def rewrite_or_restore(
     """Rewrite ``chosen``; if that fails, restore the graph.
 
     Returns:
-        What ``Rewriter.apply`` returns, or the failure. The failure names the site that failed, or the two sites of the
-        seam that failed (stage ``seam``). If the work that failed concerned several sites, it names all sites.
+        What ``Rewriter.apply`` returns, or the failure. The failure names the failed site, the two sites of the failed
+        seam (stage ``seam``), or all sites.
     """
     snapshot = Snapshot(graph)
     try:
@@ -61,10 +61,9 @@ class Snapshot:
         copy_into(graph, self.copy)
 
     def restore(self) -> None:
-        """Give the graph its nodes as they were, as new objects with the old names."""
-        # ``erase_node`` raises an error if the node has users. The half rewritten graph may be out of order, so going
-        # through it backwards may reach a node before its users. So first remove every edge. A node that was inserted
-        # before an erased one is not in ``graph.nodes``, but it may still be a user of nodes there.
+        """Give the graph new nodes with the old names and metadata."""
+        # ``erase_node`` needs a node without users, and the half rewritten graph may be out of order. So first remove
+        # every edge. A node inserted before an erased node is not in ``graph.nodes``, but may use nodes there.
         for node in {*self.graph.nodes, *(user for n in self.graph.nodes for user in n.users)}:
             node.args, node.kwargs = (), {}
         for node in list(self.graph.nodes):
@@ -80,5 +79,5 @@ def copy_into(source: fx.Graph, target: fx.Graph) -> None:
     output.meta = copy.copy(next(n for n in reversed(source.nodes) if n.op == "output").meta)
     for node, twin in mapping.items():
         twin.meta = copy.copy(node.meta)
-        # Without this a copy would get another name, because the graph still treats the erased names as taken.
+        # The graph still treats the erased names as taken, so a copy would get another name.
         twin.name = node.name

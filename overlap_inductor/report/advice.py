@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can do about a site or collective that is not overlapped: a sentence or two for each reason code.
-
-A reason's own text names the cause and its values. The advice here depends on the reason code alone.
-"""
+"""What a user can do about a site or collective that is not overlapped, for each reason code."""
 
 from __future__ import annotations
 
@@ -63,6 +60,5 @@ ADVICE = {
 
 
 def advice_for(codes: Iterable[str]) -> list[tuple[str, str]]:
-    """``(code, advice)`` of each code that has advice, once, in the order of ``codes``. A pattern or schedule from
-    outside the package may give codes without advice."""
+    """``(code, advice)`` of each code that has advice, once, in order. Codes from outside the package may have none."""
     return [(code, ADVICE[code]) for code in dict.fromkeys(codes) if code in ADVICE]

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a folder of reports. For each graph, ``<folder>/rank_<r>/<graph id>_<phase>/`` holds the text, the JSON, both
-graphs and an HTML page.
+"""Write each graph's report to ``<folder>/rank_<r>/<graph id>_<phase>/``: text, JSON, both graphs and an HTML page.
 
-These files do not depend on the time or the process, so a report that is written twice gives the same bytes twice. Two
-more files do depend on the time and the process: ``run.json`` beside them, and the page of all graphs,
-``<folder>/index.html``.
+A report that is written twice gives the same bytes. Only ``run.json`` beside these files and ``<folder>/index.html``,
+the page of all graphs, depend on time and process.
 """
 
 from __future__ import annotations
@@ -36,12 +34,10 @@ _warned: set[str] = set()
 
 
 def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int) -> Path | None:
-    """Write one graph's report below ``folder`` and return its path. Returns ``None`` if the folder cannot be written.
+    """Write one graph's report below ``folder`` and return its path. If that fails, log a warning once and return
+    ``None``: a compile must not fail for a report.
 
-    If the same report is written again, it overwrites its files with the same content. If one process writes several
-    reports of the same name, the later ones get the suffixes ``_2``, ``_3``, ... in the order of the compiles. A second
-    run compiles in the same order, so it gives the same names. If the folder cannot be written, this is logged once as
-    a warning. No error is raised, because a compile must not fail for a missing report.
+    Further reports of one name get the suffixes ``_2``, ``_3``, ... in the order of the compiles.
     """
     digest = hashlib.sha256(report.to_json(graphs=True).encode()).hexdigest()
     dump = Path(folder).absolute()
@@ -49,7 +45,7 @@ def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int)
     try:
         place.mkdir(parents=True, exist_ok=True)
         texts = {**_contents(report), runs.MARK: _mark(report, place).to_json()}
-        # The page is written last, so that a reader that waits for index.html finds the other files complete.
+        # The page is written last: a reader that waits for index.html finds the other files complete.
         for name in sorted(texts, key="index.html".__eq__):
             replace_file(place / name, texts[name])
         keep_overview(dump)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Failure``: an error inside the pass. It is kept in the graph's report, so that a bug report can be made from the
-dump."""
+"""``Failure``: an error inside the pass, kept in the graph's report for a bug report."""
 
 from __future__ import annotations
 
@@ -24,13 +23,17 @@ class Failure:
     """One error that the pass caught. The graph was restored, and compiled without the part that failed.
 
     Attributes:
-        stage: ``pass`` (nothing of the graph is overlapped) | ``rewrite`` (``sites`` are not overlapped) |
-            ``seam`` (the two ``sites`` of a seam, ``passes.sequence.seams``, are overlapped without bands) |
-            ``sequence_parallel`` (no stretch of the graph is rewritten).
+        stage: the part that failed, see below.
         error: the exception's type and message.
-        traceback: as Python prints it. A file's path is relative to the folder from which the file was imported, so
-            that it is the same on every machine.
-        sites: ids of the sites whose rewrite failed, or of the two sites of the seam; empty for the other stages.
+        traceback: as Python prints it, with file paths relative to the import folder.
+        sites: ids of the sites concerned; empty for stages ``pass`` and ``sequence_parallel``.
+
+    Stages:
+
+    - ``pass``: nothing of the graph is overlapped.
+    - ``rewrite``: ``sites`` are not overlapped.
+    - ``seam``: the two ``sites`` of a seam (``passes.sequence.seams``) are overlapped without bands.
+    - ``sequence_parallel``: no stretch of the graph is rewritten.
     """
 
     stage: str
@@ -43,15 +46,14 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, stage: str, sites: list[str] | None = None) -> Failure:
-        """Make a ``Failure`` from ``error``. Call this method while ``error`` is handled or afterwards."""
+        """Make a ``Failure`` from ``error``, while it is handled or afterwards."""
         lines = "".join(traceback.format_exception(error))
         text = re.sub(r'^(\s*File )"([^"]+)"', lambda m: f'{m[1]}"{_below_import_path(m[2])}"', lines, flags=re.M)
         return cls(stage, f"{type(error).__name__}: {error}", text, sites or [])
 
 
 def _below_import_path(path: str) -> str:
-    """``path`` relative to the folder of ``sys.path`` from which it was imported; unchanged if there is no such
-    folder."""
+    """``path`` relative to the folder of ``sys.path`` from which it was imported, or unchanged."""
     ours = str(Path(__file__).parents[2])
     roots = sorted((root for root in {ours, *sys.path} if root), key=len, reverse=True)
     for root in roots:

@@ -11,8 +11,8 @@ from pathlib import Path
 def replace_file(path: Path, text: str) -> None:
     """Replace the file at ``path`` by ``text``, in UTF-8.
 
-    The text is written to a temporary file in the same folder, which is then renamed to ``path``. So several processes
-    may write the same file at once, and a reader never sees an incomplete file.
+    A temporary file in the same folder is renamed to ``path``. So several processes may write the file at once, and a
+    reader never sees an incomplete file.
 
     Raises:
         OSError: the file could not be written. The old file is unchanged.

@@ -16,12 +16,8 @@ RANK = re.compile(r"rank_(\d+)")
 
 @dataclass(frozen=True)
 class Written:
-    """The folder of one rank's report of a graph.
-
-    Attributes:
-        mark: the content of the folder's ``run.json``. ``None`` if there is no such file, or if another version of the
-            package wrote it.
-    """
+    """The folder of one rank's report of a graph. ``mark``: the content of its ``run.json``, or ``None``
+    (``read_mark``)."""
 
     rank: int
     place: Path
@@ -55,7 +51,7 @@ def rank_of(path: Path) -> int | None:
 
 
 def dumps_below(place: Path) -> list[Path]:
-    """The dump folders at and below ``place``. If ``place`` is the folder of one rank, it counts as a dump folder
+    """The dump folders at and below ``place``. A single rank's folder counts as a dump folder if it is ``place``
     itself."""
     if rank_of(place) is not None and any(place.glob("*/report.txt")):
         return [place]
@@ -63,7 +59,7 @@ def dumps_below(place: Path) -> list[Path]:
 
 
 def runs_of(dump: Path) -> list[Run]:
-    """The runs that wrote to a dump folder, oldest first, each with its reports in the order of graphs and ranks."""
+    """The runs that wrote to a dump folder, oldest first. Reports are in the order of graphs and ranks."""
     found: dict[str, list[Written]] = {}
     for written in _reports(dump):
         found.setdefault(written.mark.run if written.mark else "", []).append(written)

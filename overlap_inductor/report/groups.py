@@ -25,18 +25,17 @@ if TYPE_CHECKING:
     from overlap_inductor.report.report import OverlapReport
     from overlap_inductor.report.report import SiteReport
 
-# A number counts as the number of a layer only if it is a whole component ("layers.3.", "layers[3]"). So "fc1" and
-# "fc2" stay apart.
+# A layer's number is a whole component ("layers.3.", "layers[3]"). So "fc1" and "fc2" stay apart.
 _INDEX = re.compile(r"(?<=[.\[/])\d+(?=[.\]/]|$)|^\d+(?=[.\]/])")
-# FX numbers its nodes: mm, mm_1, mm_2. Reasons that differ only in such a number count as the same reason.
+# FX numbers its nodes: mm, mm_1, mm_2. Reasons that differ only in this number count as the same.
 _NODE_NUMBER = re.compile(r"(?<=[A-Za-z])_\d+\b")
 _NO_MODULE = "(no module name)"
 
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """Sites that differ at most in their ids, in the names of their process groups, and in the numbers in their module
-    names. ``module`` is the common name."""
+    """Sites that differ at most in ids, names of process groups, and numbers in module names. ``module`` is the common
+    name."""
 
     module: str
     sites: tuple[SiteReport, ...]
@@ -51,7 +50,7 @@ class SiteGroup:
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """The first site's reasons. The other sites' reasons differ at most in the names of modules and nodes."""
+        """The first site's reasons. Those of other sites differ at most in the names of modules and nodes."""
         return tuple(self.decision.reasons)
 
 
@@ -87,12 +86,10 @@ def template(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def common_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """One common name for all ``names`` that differ only in their numbers. Returns each common name with the positions
-    in ``names`` of the names that it replaces.
+    """``(common name, positions of its names)`` for all ``names`` that differ only in their numbers.
 
-    A name such as ``a.{0..3}.b.{0,1}`` stands for every combination. If a combination is missing, the names are split
-    by the first number that varies, until no combination is missing. So a common name never includes a layer that does
-    not exist.
+    ``a.{0..3}.b.{0,1}`` stands for every combination. If a combination is missing, the names are split by the first
+    number that varies. So a common name includes only layers that exist.
     """
     by_template: dict[str, list[tuple[tuple[int, ...], int]]] = {}
     for position, name in enumerate(names):
@@ -110,11 +107,8 @@ def common_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
 
 
 def group_sites(report: OverlapReport) -> list[SiteGroup]:
-    """The report's sites, with repeated layers in one group. Groups are in the order of their sites in the report.
-
-    ``common_names`` may make several groups of sites that differ only in layer numbers. These groups follow each other
-    in the list.
-    """
+    """The report's sites, with repeated layers in one group, in the report's order. Groups that differ only in layer
+    numbers follow each other."""
     alike: dict[str, list[SiteReport]] = {}
     for site in report.sites:
         alike.setdefault(_site_key(site), []).append(site)
@@ -126,8 +120,8 @@ def group_sites(report: OverlapReport) -> list[SiteGroup]:
 
 
 def group_near_misses(report: OverlapReport) -> list[MissGroup]:
-    """The report's near misses, one group for each collective, reason and common name. Two reasons with the
-    same code count as different if their texts give different values, for example different sizes."""
+    """The report's near misses, one group for each collective, reason and common name. Reasons with other values, such
+    as sizes, count as different."""
     alike: dict[str, list[NearMiss]] = {}
     for miss in report.near_misses:
         key = repr((_without_names(miss.collective), miss.reason.code, _anonymous(miss.reason.text, miss.module)))

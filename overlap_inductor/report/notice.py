@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows a log line to users who did not configure logging, so that they see what overlap does.
+"""Shows a log line, once, to users who did not configure logging.
 
-A user's configuration takes precedence. If the user has set a level for the logger ``overlap_inductor`` (by ``logging``
-or ``TORCH_LOGS``), the level shows or hides the line. If the logger has handlers, the line goes to them and not to
-standard error. No line is shown twice.
+A user's configuration takes precedence:
+
+- If the logger ``overlap_inductor`` has a level (by ``logging`` or ``TORCH_LOGS``), the level shows or hides the line.
+- If it has handlers, the line goes to them and not to standard error.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ log = logging.getLogger("overlap_inductor")
 
 
 def show(text: str) -> None:
-    """Log ``text`` at level INFO. If no handler would show ``text``, write it to standard error. ``text`` is hidden
-    only if the user has disabled logging at this level or set a higher level for the logger."""
+    """Log ``text`` at level INFO. If no handler would show it, write it to standard error. It is hidden only if the
+    user disabled this level."""
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info("%s", text)
         return

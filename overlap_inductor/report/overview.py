@@ -19,8 +19,8 @@ from overlap_inductor.report.html.environment import render
 
 PAGE = "index.html"
 _SHARE = 20
-"""After a write of the page, ``keep_overview`` skips writes for this many times as long as the write took. So writing
-takes at most 5 % of the process's time."""
+"""After a write that took ``t``, ``keep_overview`` skips writes for ``_SHARE * t``. So writing takes at most 5 % of the
+time."""
 _TRIES = 3
 """The most times that one ``write_overview`` writes the page, if ranks add reports during each write."""
 
@@ -30,8 +30,10 @@ _due: dict[Path, float] = {}
 
 @dataclass(frozen=True)
 class GraphRow:
-    """A row of the page: a graph of a run, and the ranks that wrote the same report of the graph. ``links``: for each
-    rank, ``(rank, path of its report relative to the dump folder)``."""
+    """A row of the page: a graph of a run, and the ranks that wrote the same report of it.
+
+    ``links``: for each rank, ``(rank, path of its report relative to the dump folder)``.
+    """
 
     graph: str
     ranks: str
@@ -41,11 +43,9 @@ class GraphRow:
 
 
 def write_overview(dump: Path) -> Path:
-    """Write ``<dump>/index.html`` from the reports in the folder, and return its path. Raises ``OSError`` if the page
-    cannot be written.
+    """Write ``<dump>/index.html`` and return its path. Raises ``OSError`` if the page cannot be written.
 
-    Several ranks may do this at the same time, because each replaces the whole file. After writing, a rank reads the
-    folder again. If a report was added meanwhile, the rank writes the page again, up to ``_TRIES`` times in all.
+    If another rank adds a report meanwhile, the page is written again, up to ``_TRIES`` times in all.
     """
     for _ in range(_TRIES):
         runs = runs_of(dump)
@@ -56,10 +56,10 @@ def write_overview(dump: Path) -> Path:
 
 
 def keep_overview(dump: Path) -> None:
-    """Write the page now, and once more when the process ends. Call this function after each report.
+    """Write the page now, and once more when the process ends. Call this after each report. Raises ``OSError`` if the
+    page cannot be written.
 
-    It does not write the page now if the last write was too recent (``_SHARE``) or if another thread is writing the
-    page. Raises ``OSError`` if the page cannot be written.
+    The page is not written now if the last write was too recent (``_SHARE``) or another thread writes it.
     """
     start = time.monotonic()
     with _lock:
@@ -85,8 +85,7 @@ def render_overview(dump: Path, runs: list[Run]) -> str:
 
 
 def graph_rows(dump: Path, run: Run) -> list[GraphRow]:
-    """The rows of a run, in the order in which the graphs were compiled. Ranks with the same report of a graph share a
-    row."""
+    """The rows of a run, in the order of the compiles. Ranks with the same report of a graph share a row."""
     alike: dict[tuple[str, str], list[Written]] = {}
     for written in run.reports:
         alike.setdefault((written.place.name, written.mark.text if written.mark else str(written.place)), []).append(

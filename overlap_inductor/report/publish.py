@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publish what happened to a graph: counters, log lines, trace artifacts and the dump. In ``strict`` mode, raise if a
-site was refused, or if a rewrite or the pass failed."""
+"""Publish what happened to a graph: counters, log lines, trace artifacts and the dump. Mode ``strict`` raises if a site
+was refused or something failed."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def forget_reports() -> None:
 
 
 def activate(report: OverlapReport, config: OverlapConfig | None = None, *, from_cache: bool = False) -> None:
-    """Publish a graph's report, in the same way after a compile and after a load from a cache.
+    """Publish a graph's report.
 
     Args:
-        config: the switches that are set now. They hold the dump folder, which is not part of a cached report. With
-            ``None``, no dump is written, and the log line is shown only if the user configured logging.
-        from_cache: True if the graph was loaded from a cache; the log line says so.
+        config: the switches that are set now; a cached report has no dump folder. With ``None``, no dump is written,
+            and the log line is shown only if the user configured logging.
+        from_cache: whether the graph was loaded from a cache.
 
     Raises:
         StrictError: the report's mode is ``strict``, and a site was refused, or a rewrite or the pass failed. The
@@ -71,8 +71,8 @@ def activate(report: OverlapReport, config: OverlapConfig | None = None, *, from
 
 
 def fell_back(reports: Sequence[OverlapReport], text: str, dump: str | None = None) -> None:
-    """Record that a graph runs without overlap because ranks differ. The records are the reports of the graph and its
-    subgraphs, the counters and the dump."""
+    """Record that a graph runs without overlap because ranks differ. The record goes to the graph's and its subgraphs'
+    reports, the counters and the dump."""
     for report in reports:
         report.notices.append(text)
         overlapped = report.counters()["sites_overlapped"]
@@ -120,7 +120,7 @@ def _dump(report: OverlapReport, folder: str) -> str:
 
 def announcement(report: OverlapReport, where: str, from_cache: bool = False) -> str:
     """The ``summary``, the estimate and the place of the report (``where``). If there is no estimate and nothing is
-    overlapped, the main reason takes the place of the estimate.
+    overlapped, the main reason instead of the estimate.
 
     ``graph 0_0 forward: 2 sites found, 2 overlapped (2 ring), estimated 9.10 ms -> 7.90 ms, 1.15x; report: FILE``
     ``graph 0_0 forward: 1 site found, 0 overlapped, 1 kept (too_small): TEXT OF THE REASON; report: FILE``
@@ -134,8 +134,8 @@ def announcement(report: OverlapReport, where: str, from_cache: bool = False) ->
 
 
 def _main_reason(report: OverlapReport) -> Reason | None:
-    """The first reason that has the most frequent code among the sites' reasons. If the sites have no reasons, the near
-    misses' reasons are taken. ``None`` if a site is overlapped, or if there are no reasons."""
+    """The first reason with the most frequent code: of the sites, or else of the near misses. ``None`` if a site is
+    overlapped, or if there are no reasons."""
     if any(site.decision.status == "overlapped" for site in report.sites):
         return None
     reasons = [r for site in report.sites for r in site.decision.reasons]
@@ -145,7 +145,7 @@ def _main_reason(report: OverlapReport) -> Reason | None:
 
 
 def _log(report: OverlapReport, where: str, from_cache: bool, shown: bool) -> None:
-    # The ranks of a group have the same plan. So only rank 0 logs at level INFO, and the other ranks at level DEBUG.
+    # The ranks of a group have the same plan. So only rank 0 logs at level INFO, and other ranks at level DEBUG.
     first = telemetry.global_rank() == 0
     level = logging.INFO if first else logging.DEBUG
     line = announcement(report, where, from_cache)
@@ -182,8 +182,7 @@ def _trace(report: OverlapReport) -> None:
 
 
 _WHOLE = {"pass": "the overlap pass", "sequence_parallel": "the sequence-parallel rewrite"}
-"""``{stage: name of the part that failed}``. A failure in one of these stages concerns the whole graph, not one
-site."""
+"""``{stage: name of the part}`` for stages whose failure concerns the whole graph."""
 
 
 def _insist(report: OverlapReport) -> None:

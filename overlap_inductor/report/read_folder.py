@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a dump folder back: the ``report.txt`` of every graph, run by run. If several ranks wrote the same text, it
-appears once."""
+"""Read a dump folder back: the ``report.txt`` of every graph, run by run. A text that several ranks wrote appears
+once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from overlap_inductor.report.groups import ranges
 
 
 def read_reports(folder: str) -> str:
-    """All reports below ``folder``, one after the other. Each is headed by its graph and the ranks that wrote it.
-
-    If several runs wrote to one dump folder, a line with the run's id and date precedes each run's reports. The oldest
-    run comes first. If a later run has overwritten a report, the new report is listed under the later run.
+    """All reports below ``folder``, each headed by its graph and the ranks that wrote it. If there are several runs, a
+    line with the id and date heads each run, oldest first.
 
     Raises:
         OverlapError: there is no such folder, or no report below it.
@@ -35,8 +33,8 @@ def read_reports(folder: str) -> str:
 
 
 class GraphFolder(NamedTuple):
-    """One rank's folder of one graph. ``prefix``: path of the dump relative to the folder that the caller named, with a
-    slash at its end. It is empty if that folder is the dump itself."""
+    """One rank's folder of one graph. ``prefix``: path from the caller's folder to the dump, with a slash at its end,
+    or empty."""
 
     prefix: str
     rank: int
@@ -63,8 +61,7 @@ def _prefix(dump: Path, place: Path) -> str:
 
 
 def page_folders(folder: str) -> list[Path]:
-    """The dump folders at and below ``folder`` for which a page of all graphs can be written. The folder of a single
-    rank is left out, because it has no such page.
+    """The dump folders at and below ``folder`` that have a page of all graphs. The folder of a single rank has none.
 
     Raises:
         OverlapError: as ``read_reports``.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``OverlapReport``: the outcome of the pass on one graph, as data. ``str()`` gives a short text, and ``to_text`` the
-whole report.
+"""``OverlapReport``: the outcome of the pass on one graph, as data.
 
-A graph's report is stored with the compiled graph and used again on a cache hit, so it holds neither this process's
-rank nor the dump folder.
+The report is stored with the compiled graph and used on a cache hit. So it holds neither this process's rank nor the
+dump folder.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class SiteReport:
 
 @dataclass
 class NearMiss:
-    """A collective that is not a site, with the reason. ``module`` is the module in which the collective stands."""
+    """A collective that is not a site, with the reason and the module in which it stands."""
 
     collective: Collective
     reason: Reason
@@ -48,27 +47,23 @@ class NearMiss:
 
 @dataclass
 class OverlapReport:
-    """One graph's report.
+    """One graph's report. ``str()`` gives a short text, and ``to_text`` the whole report.
 
     Attributes:
         graph: name of the graph, equal on every rank (Dynamo's compile id such as ``0_0``).
         phase: ``forward`` | ``backward`` | ``inference``.
         before / after: the FX graph's readable code before and after the pass. Empty in a graph without collectives.
         plan_hash: digest of the plan in ``exchange``. Empty if the graph is as written.
-        exchange: JSON text of the graph's ``ExchangePlan``. When the graph is called, the ranks compare their plans
-            before they move data. Empty in a graph without collectives.
-        groups: a list for each process group of the graph's collectives, in the plan's order. The list holds the
-            workspace that the group's sites need (JSON text), and the limit of the workspace in MiB. It is empty if
-            the sites need no workspace.
-        workspaces: symmetric memory that the graph's sites hold on each rank: ``{"ranks", "bytes"}`` for each group
-            that has any.
-        notices: further texts for the user, for example that another pass took the sites, that a rewrite failed, or
-            that the ranks differ.
-        failures: errors inside the pass, with their tracebacks; empty if all went well.
-        same_inputs: ``[index, name, group, lasting]`` of each graph input that must be the same on all ranks of the
-            group, because a stretch that was rewritten reads it. ``lasting``: true for a parameter or buffer.
-        stretches: one entry for each stretch that has a collective in the graph. The entry says what the
-            sequence-parallel rewrite did with the stretch.
+        exchange: JSON text of the graph's ``ExchangePlan``. Empty in a graph without collectives.
+        groups: ``[workspace that the sites need (JSON text), its limit in MiB]`` of each process group. ``[]`` if they
+            need none.
+        workspaces: symmetric memory that the sites hold on each rank: ``{"ranks", "bytes"}`` for each group that has
+            any.
+        notices: further texts for the user, for example that ranks differ.
+        failures: errors inside the pass.
+        same_inputs: ``[index, name, group, lasting]`` of each graph input that a rewritten stretch reads. All ranks of
+            the group must have the same input. ``lasting``: true for a parameter or buffer.
+        stretches: what the sequence-parallel rewrite did with each stretch of the graph.
     """
 
     overlap_inductor: str
@@ -92,8 +87,8 @@ class OverlapReport:
     stretches: list[StretchFacts] = field(default_factory=list)
 
     def counters(self) -> Counter[str]:
-        """The counters ``sites_found``, ``sites_overlapped``, ``schedule.<name>`` and ``reason.<code>``; ``failed`` if
-        there are failures; ``stretches_found`` and ``stretches_rewritten`` if there are stretches."""
+        """The counters ``sites_found``, ``sites_overlapped``, ``schedule.<name>`` and ``reason.<code>``. If they apply,
+        also ``failed``, ``stretches_found`` and ``stretches_rewritten``."""
         counts: Counter[str] = Counter(sites_found=len(self.sites))
         if self.failures:
             counts["failed"] = len(self.failures)
@@ -111,8 +106,7 @@ class OverlapReport:
         return counts
 
     def to_dict(self, graphs: bool = False) -> dict[str, Any]:
-        """The content of ``sites.json``. With ``graphs`` it also holds the fields that are needed to restore the
-        report."""
+        """The content of ``sites.json``. With ``graphs``, also the fields that are needed to restore the report."""
         value: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "overlap_inductor": self.overlap_inductor,
@@ -147,7 +141,6 @@ class OverlapReport:
         return f"<OverlapReport {title(self)}>"
 
     def _repr_html_(self) -> str:
-        """A compact table, for notebooks."""
         from overlap_inductor.report.html.notebook import render_compact
 
         return render_compact(self)
@@ -169,8 +162,7 @@ class OverlapReport:
 
     @classmethod
     def from_json(cls, text: str) -> OverlapReport:
-        """The report that ``to_json(graphs=True)`` wrote. Raises ``ValueError`` if the schema version in ``text`` is
-        not ``SCHEMA_VERSION``."""
+        """The report that ``to_json(graphs=True)`` wrote. Raises ``ValueError`` for another schema version."""
         value = json.loads(text)
         if value.pop("schema_version") != SCHEMA_VERSION:
             raise ValueError("the stored overlap report has another schema version; clear Inductor's cache folder")

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distinguish the runs that write to one dump folder. Each run has an id, which is the same on all of its ranks.
 
-The ranks do not communicate to agree on the id, because reports are written while graphs are compiled. The id is made
-of three parts: the launcher's variables that are the same on all ranks, the launching process if all ranks share one,
-and a number. The number counts the earlier processes that wrote for the same rank with the same variables and launching
-process. The number distinguishes runs whose variables are the same, as with the defaults of ``torchrun``.
+Ranks write reports while graphs are compiled, so they cannot communicate to agree on the id. It is made of:
 
-``run.json`` beside a graph's report holds the id. A later run that overwrites the report also overwrites ``run.json``.
-The report then belongs to the later run.
+1. the launcher's variables that are the same on all ranks;
+2. the launching process, if all ranks share one;
+3. the number of earlier processes that wrote for the same rank with equal values of 1 and 2. With the defaults of
+   ``torchrun``, only this number differs between runs.
+
+``run.json`` beside a graph's report holds the id. A later run overwrites both files.
 """
 
 from __future__ import annotations
@@ -41,15 +42,14 @@ _begun: dict[tuple[str, Path], tuple[str, str]] = {}
 
 @dataclass(frozen=True)
 class Mark:
-    """The content of ``run.json``. It identifies the writer of a graph's report, and holds the report's first lines.
+    """The content of ``run.json``.
 
     Attributes:
         run: id of the run, the same on all ranks.
         date: when the process wrote its first report (UTC, ISO 8601).
         process: host, process id and start of the process.
         number: index of the report among the process's reports, from 0 on.
-        headline / estimate: the headline and the estimate in the report's text. ``estimate`` is empty if the text has
-            no estimate.
+        headline / estimate: these lines of the report's text. ``estimate`` may be empty.
         text: digest of ``report.txt``, to find ranks that wrote the same text.
     """
 
@@ -66,8 +66,7 @@ class Mark:
 
 
 def read_mark(place: Path) -> Mark | None:
-    """The mark in a graph's folder. ``None`` if the folder has no mark, or if another version of the package wrote the
-    mark."""
+    """The mark in a graph's folder. ``None`` if there is none, or if another version of the package wrote it."""
     try:
         return Mark(**json.loads((place / MARK).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):
@@ -75,14 +74,16 @@ def read_mark(place: Path) -> Mark | None:
 
 
 def this_process() -> str:
-    """Host, process id and start of this process: no other process has the same."""
+    """Host, process id and start of this process. No other process has the same."""
     return f"{socket.gethostname()}:{_process(os.getpid())}"
 
 
 def begin(rank_folder: Path) -> tuple[str, str]:
-    """``(id of this process's run, date)`` for reports below ``rank_folder``. Every call of a process returns the same
-    pair. The id is 8 hex digits. If earlier processes wrote there under the same digits, the suffix ``-2``, ``-3``, ...
-    follows the digits. The date is that of the first call (UTC, ISO 8601)."""
+    """``(id of this process's run, date)`` for reports below ``rank_folder``, the same on each call.
+
+    The id is 8 hex digits. If earlier processes wrote there under these digits, ``-2``, ``-3``, ... follows. The date
+    is that of the first call (UTC, ISO 8601).
+    """
     # A forked process inherits its parent's table, but needs an entry of its own.
     key = this_process(), rank_folder
     with _lock:
@@ -111,8 +112,8 @@ def launch_key(environment: Mapping[str, str]) -> str:
 
 
 def _process(number: int) -> str:
-    """``pid:start``. The system reuses pids, so the process's start (clock ticks since boot) is added. The start is
-    empty on a system without ``/proc``."""
+    """``pid:start``. The start (clock ticks since boot) tells apart processes with a reused pid. It is empty without
+    ``/proc``."""
     try:
         start = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes the stretches of a report in short texts for users. The sequence-parallel rewrite found these stretches.
-
-``report.txt`` and ``index.html`` share these texts.
-"""
+"""Describes the stretches of the sequence-parallel rewrite in short texts, for ``report.txt`` and ``index.html``."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class Row:
 
 
 def rows(stretches: Sequence[StretchFacts]) -> list[Row]:
-    """One row for each stretch. Refused stretches over the same ranks, with the same reason codes, share a row."""
+    """One row for each stretch, or for all refused stretches with the same ranks and reason codes."""
     alike: dict[object, list[StretchFacts]] = {}
     for stretch in stretches:
         small = stretch.status == "refused"

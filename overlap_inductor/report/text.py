@@ -30,7 +30,6 @@ REPEATED_BLOCK = (
 
 
 def render_text(report: OverlapReport) -> str:
-    """The report as text that ends in a newline. Sizes are M x N x K of the rank's own matmul; times are estimates."""
     groups = group_sites(report)
     sections = [_header(report), _switches(report), _sites(report, groups), _stretches(report)]
     sections += [_reasons(groups), _plans(groups)]
@@ -88,7 +87,7 @@ def _stretches(report: OverlapReport) -> list[str]:
 def _reasons(groups: Sequence[SiteGroup]) -> list[str]:
     lines = []
     for group in groups:
-        # The reason ``report_mode`` says nothing about the site itself, and the report's head already names the mode.
+        # The reason ``report_mode`` says nothing about the site itself, and the head already names the mode.
         reasons = [reason for reason in group.reasons if reason.code != "report_mode"]
         if not reasons:
             continue

@@ -28,8 +28,7 @@ class Times:
 
     @property
     def ratio(self) -> str:
-        """``1.15x``, ``1.15x slower``. Three decimals are shown if two would show no difference. Empty if a time is
-        zero."""
+        """``1.15x``, ``1.15x slower``. Three decimals if two would show no difference. Empty if a time is zero."""
         if min(self.keep, self.plan) <= 0:
             return ""
         high, low = max(self.keep, self.plan), min(self.keep, self.plan)
@@ -51,7 +50,6 @@ class Times:
 
     @property
     def each(self) -> tuple[str, str]:
-        """Both times as text, in one unit."""
         longest = max(self.keep, self.plan)
         return words.microseconds(self.keep, longest), words.microseconds(self.plan, longest)
 
@@ -65,14 +63,13 @@ def of_piece(piece: PlanPiece) -> Times | None:
 
 
 def moves(decision: Decision) -> bool:
-    """Whether the plan has a piece that overlaps, or, in mode ``report``, would overlap."""
+    """Whether the plan overlaps, or would overlap in mode ``on``."""
     return any(piece.schedule != "keep" for piece in decision.plan)
 
 
 def of_decision(decision: Decision) -> Times | None:
-    """The times of one site at the token count of the inputs with which the graph was compiled. If the plan's pieces
-    have several schedules, the schedule with the shortest estimate at that count is taken. ``None`` if the plan only
-    keeps the site, or if a piece was not estimated."""
+    """The times of one site at the example's token count, for the fastest schedule of the plan. ``None`` if the plan
+    only keeps the site, or if a piece was not estimated."""
     if not moves(decision):
         return None
     estimate = decision.moving.estimate_us
@@ -82,14 +79,13 @@ def of_decision(decision: Decision) -> Times | None:
 
 
 def of_report(report: OverlapReport) -> Times | None:
-    """The sum of ``of_decision`` over all sites that are overlapped. In mode ``report``, these are the sites that would
-    be overlapped. ``None`` if there is no such site, or if one of them was not estimated."""
+    """The sum of ``of_decision`` over the sites that are overlapped, or would be. ``None`` if there are none, or if one
+    was not estimated."""
     return added(of_decision(s.decision) for s in report.sites if moves(s.decision))
 
 
 def of_site(decision: Decision) -> Times | None:
-    """The times of one site, overlapped or kept. For a kept site, both are the time as written. ``None`` if the site
-    was not estimated."""
+    """The times of one site. For a kept site, both are the time as written. ``None`` if the site was not estimated."""
     if moves(decision):
         return of_decision(decision)
     kept = [piece.estimate_us["keep"] for piece in decision.plan if "keep" in piece.estimate_us]
@@ -97,8 +93,7 @@ def of_site(decision: Decision) -> Times | None:
 
 
 def of_sites(reports: Iterable[OverlapReport]) -> Times | None:
-    """The sum of ``of_site`` over all sites that were estimated, including kept sites. ``None`` if there are no such
-    sites."""
+    """The sum of ``of_site`` over all sites that were estimated; ``None`` if there are none."""
     known = (of_site(site.decision) for report in reports for site in report.sites)
     return added(times for times in known if times is not None)
 
@@ -113,8 +108,8 @@ def added(times: Iterable[Times | None]) -> Times | None:
 
 
 def line(report: OverlapReport) -> str:
-    """``estimated 9.10 ms -> 7.90 ms, 1.15x (overlapped sites together, at the example's sizes)``. Empty if there
-    are no such sites, or if one of them has no estimate."""
+    """``estimated 9.10 ms -> 7.90 ms, 1.15x (overlapped sites together, at the example's sizes)``. Empty if
+    ``of_report`` is ``None``."""
     times = of_report(report)
     if times is None:
         return ""
@@ -125,8 +120,7 @@ def line(report: OverlapReport) -> str:
 def line_of_all(reports: Iterable[OverlapReport]) -> str:
     """``total of 161 sites of 2 graphs: estimated 214.72 ms -> 144.24 ms, 1.49x (32.8 % less)``; empty without sites.
 
-    Kept sites count with their time as written. If only some sites have an estimate, the line also gives the
-    number of sites without an estimate.
+    Kept sites count with their time as written. Sites without an estimate are counted apart.
     """
     reports = list(reports)
     sites = [site for report in reports for site in report.sites]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the report's values as short texts for users. ``report.txt`` and ``index.html`` share these texts.
-
-The docstring of a function shows examples of its texts.
-"""
+"""Writes the report's values as short texts, for ``report.txt`` and ``index.html``. The docstring of a function shows
+examples of its texts."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ _SHORT_TYPES = {
 
 
 def count(number: int, noun: str) -> str:
-    """``1 site``, ``2 sites``: a number with its noun, which has a plural in ``s``."""
+    """``1 site``, ``2 sites``. The plural of the noun ends in ``s``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -61,20 +59,20 @@ def dtype(name: str) -> str:
 
 
 def matmul(value: Matmul) -> str:
-    """``mm [s0 x 8192 x 3584] bf16``: M x N x K of the rank's own matmul. A batch size other than 1 comes first:
-    ``bmm [4 x 64 x 64 x 256] fp32``."""
+    """``mm [s0 x 8192 x 3584] bf16``: M x N x K of the rank's own matmul. With a batch: ``bmm [4 x 64 x 64 x 256]
+    fp32``."""
     batch = "" if value.batch == 1 else f"{value.batch} x "
     return f"{value.kind} [{batch}{value.m} x {value.n} x {value.k}] {dtype(value.dtype)}"
 
 
 def matmuls(facts: SiteFacts) -> str:
-    """``mm [64 x 64 x 256] fp32 (x2)``: all matmuls of a site. Equal ones are shown once, with their number."""
+    """``mm [64 x 64 x 256] fp32 (x2)``: all matmuls of a site."""
     counts = Counter(matmul(m) for m in facts.matmuls)
     return ", ".join(text if n == 1 else f"{text} (x{n})" for text, n in counts.items())
 
 
 def size_in_bytes(value: int | str) -> str:
-    """``4.0 MiB``. A symbolic size is shown as its expression: ``8192*s0 B``."""
+    """``4.0 MiB``; ``8192*s0 B`` for a symbolic size."""
     if isinstance(value, str):
         return f"{value} B"
     number = float(value)
@@ -86,8 +84,8 @@ def size_in_bytes(value: int | str) -> str:
 
 
 def memory(report: OverlapReport) -> list[str]:
-    """``symmetric memory: 96.0 MiB on each of 8 ranks; the limit is 4.0 GiB for each group``. One line for each group
-    that has a workspace."""
+    """``symmetric memory: 96.0 MiB on each of 8 ranks; the limit is 4.0 GiB for each group``. One line for each
+    workspace."""
     most = size_in_bytes(report.config["workspace_limit"] << 20) if report.workspaces else ""
     return [
         f"symmetric memory: {size_in_bytes(held['bytes'])} on each of {count(len(held['ranks']), 'rank')}; the limit is"
@@ -107,8 +105,7 @@ def collective(value: Collective) -> str:
 
 
 def schedule(piece: PlanPiece) -> str:
-    """``ring/p2p S=4``, ``ring/p2p S=4 bidirectional``: schedule, transport, sub-chunks and direction of a piece of a
-    plan."""
+    """``ring/p2p S=4``, ``ring/p2p S=4 bidirectional``: schedule, transport, sub-chunks and direction."""
     shown = [f"{piece.schedule}/{piece.transport}" if piece.transport else piece.schedule]
     if "sub_chunks" in piece.parameters:
         shown.append(f"S={piece.parameters['sub_chunks']}")
@@ -118,14 +115,12 @@ def schedule(piece: PlanPiece) -> str:
 
 
 def status(decision: Decision) -> str:
-    """The status to show: ``WOULD`` if the site is kept only because the mode is ``report``, and otherwise the
-    decision's status."""
+    """The decision's status, or ``WOULD``."""
     return WOULD if any(reason.code == "report_mode" for reason in decision.reasons) else decision.status
 
 
 def outcome(decision: Decision) -> str:
-    """``overlapped: ring/p2p S=4``, ``kept: too_small``, ``overlapped: ring/p2p S=4 (tokens >= 513)``: a site's status,
-    and its plan or its reason codes."""
+    """``overlapped: ring/p2p S=4``, ``kept: too_small``, ``overlapped: ring/p2p S=4 (tokens >= 513)``."""
     moving = [piece for piece in decision.plan if piece.schedule != "keep"]
     several = len(decision.plan) > 1
     plan = "; ".join(schedule(piece) + (f" (tokens {tokens(piece)})" if several else "") for piece in moving)
@@ -146,8 +141,8 @@ def microseconds(value: float, longest: float = 0.0) -> str:
     """``12.3 us``, ``1342 us``, ``12.50 ms``, ``2.10 s``: a time given in microseconds.
 
     Args:
-        longest: the longest time with which the reader compares ``value``. If ``value`` is at least a tenth of the unit
-            in which ``longest`` is shown, ``value`` is shown in that unit, too.
+        longest: the longest time with which the reader compares ``value``. Its unit is used if ``value`` is at least a
+            tenth of the unit.
     """
     for unit, name, least in ((1e6, "s", 1e6), (1e3, "ms", 1e4)):
         if value >= least or (longest >= least and value >= unit / 10):
@@ -161,7 +156,7 @@ PARTS = ("matmul", "collective")
 
 def estimates(piece: PlanPiece) -> str:
     """``ring 902 us, keep 1342 us (matmul 644 us, collective 698 us)``: the estimates of a piece of a plan, cheapest
-    schedule first. Empty if nothing was estimated."""
+    schedule first."""
     ordered = sorted(piece.estimate_us.items(), key=lambda item: (item[1], item[0]))
     times = {name: microseconds(value, ordered[-1][1]) for name, value in ordered}
     schedules = ", ".join(f"{name} {time}" for name, time in times.items() if name not in PARTS)
@@ -190,15 +185,14 @@ def headline(report: OverlapReport) -> str:
 
 
 def mode_on(report: OverlapReport) -> str:
-    """What mode ``on`` would do with a graph that mode ``report`` has left alone:
-    ``; mode on would run the plan below``. Empty if mode ``on`` would change nothing."""
+    """What mode ``on`` would do, in a report of mode ``report``: ``; mode on would run the plan below``. Empty if it
+    would change nothing."""
     if any(reason.code == "report_mode" for stretch in report.stretches for reason in stretch.reasons):
         return "; mode on would first rewrite a stretch, so the graph would have other sites and plans"
     return "; mode on would run the plan below" if any(map(_planned, (s.decision for s in report.sites))) else ""
 
 
 def pass_failed(report: OverlapReport) -> bool:
-    """Whether the whole pass failed on this graph, so that its sites are not known."""
     return any(failure.stage == "pass" for failure in report.failures)
 
 
@@ -210,8 +204,8 @@ def reason_codes(report: OverlapReport) -> list[str]:
 
 
 def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
-    """Every switch of the configuration as (name, requested value, effective value in this graph). In mode ``report``,
-    the effective value is the value that mode ``on`` would give."""
+    """Every switch as (name, requested value, effective value in this graph). In mode ``report``, the effective value
+    is that of mode ``on``."""
     effective = {
         "schedule": _tally(_main_schedule(s.decision) for s in report.sites),
         "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs beside the ops of a graph. This is the agreement of a group's ranks, their workspace, the order of calls,
-the replay of calls as CUDA graphs, and the report of faults."""
+"""What runs beside the ops of a graph: agreement of ranks, workspace, order and replay of calls, and reports of
+faults."""

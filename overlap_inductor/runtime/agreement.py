@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement: before an overlap op of a graph moves data, the ranks of a group compare their plans. A plan lists the
-transfers that its rank is about to make, not the values that are moved.
+"""Agreement: before a graph moves data, the ranks of a group compare their plans of the graph. A plan lists the
+transfers that its rank is about to make.
 
-A pass never communicates, because a rank with a cache hit does not run the pass and would leave the others waiting. So
-a graph's call starts with the comparison, before the graph reads or writes anything. Each rank counts its calls of
-graphs that hold a collective of the group. At call n it publishes its plan's digest under the number n and reads the
-other ranks' digests::
+A pass never communicates, because a rank with a cache hit does not run the pass. So a graph's call starts with the
+comparison. Each rank counts its calls of graphs that hold a collective of the group::
 
     call n:   publish digest                     a rank that overlaps nothing goes on here
               equal = all digests of call n are mine
@@ -13,33 +11,29 @@ other ranks' digests::
               equal -> run the overlap ops
               else  -> run the plain program at this call, and also at all later calls if the plan was never agreed
 
-Each round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with
-several groups has one round for each of them, and one more for a rank that was late. In the last round, the late rank
-reads the verdict of the ranks whose wait for it timed out. So all ranks that the graph's groups connect reach the same
-result. A rank whose plan was rejected at an earlier call runs the plain program without comparing. It publishes a
-refusal, so no rank waits for its verdicts.
+A round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with several
+groups has one round for each group, and a last round for late ranks. So all ranks that the groups connect reach one
+result. A rank whose plan was rejected at an earlier call publishes a refusal, so no rank waits for its verdicts.
 
-One rank alone may run a frame uncompiled, because it has reached Dynamo's recompile limit. Then it makes no call where
-the others make one. So ranks publish the place of each call in the sequence of the group's collectives
-(``call_place``). The ranks that make the call are told by a report that the other rank does not join
-(``call_report``). They run the plain program in this call. The rank that did not join skips the call's number. All
-ranks compare their next calls again.
+A rank that reaches Dynamo's recompile limit makes no call where the others make one. So ranks publish the place of each
+call in the sequence of the group's collectives (``call_place``), and report their own place (``call_report``). If a
+rank does not join a call, the others run their plain programs in this call.
 
-Calls of two ranks cannot be matched if the ranks' graphs hold different collectives. Nor can they be matched if one
-call begins in the middle of the other's collectives. The same holds if overlap is off on a rank, or if a rank publishes
-nothing and reports nothing. In each of these cases, overlap is disabled for the group permanently (``apart``). The rank
-that finds the case writes the reason to the store, where waiting ranks read it.
+Overlap is disabled for the group permanently (``apart``) if calls of two ranks cannot be matched:
 
-At later calls an agreed plan with one group skips the rounds. A rank may recompile alone if its new graph makes the
-same transfers, because the digest is then the same. If the new graph makes other transfers, and digests are compared at
-every call, all ranks run the plain program in that call. How digests are compared depends on the group:
+- their graphs hold different collectives;
+- one call begins in the middle of the other's collectives;
+- overlap is off on a rank;
+- a rank publishes nothing and reports nothing.
 
-- Ranks that share memory compare digests at every call, in memory that all of them map (``call_page``). Only ranks of
-  one machine can share memory. The comparison ties these ranks to each other: none starts a call before all have
-  reached it. This costs nothing while the ranks' CPUs run ahead of their GPUs.
-- Other ranks compare digests through the store. CPU groups do so at every call, because their collectives block the
-  host anyway. GPU groups do so at a plan's first run only. If a rank of such a group recompiles and its new graph makes
-  other transfers, the rank raises an error at its deadline.
+At later calls an agreed plan with one group skips the rounds. How digests are compared then depends on the group:
+
+- Ranks that share memory compare digests at every call, in memory that all of them map (``call_page``). This costs
+  nothing while the hosts run ahead of their GPUs.
+- Other ranks compare digests through the store: CPU groups at every call, GPU groups at a plan's first run only.
+
+If a rank recompiles alone and makes other transfers, all ranks run the plain program in that call. If digests are
+compared at the first run only, the rank raises an error at its deadline.
 """
 
 from __future__ import annotations
@@ -79,8 +73,7 @@ class Comparison:
     Args:
         plan: the transfers that this rank makes in the graph.
         groups: the groups whose collectives the graph holds. Groups in which no data moves are ignored.
-        every_call: True if ranks that share no page compare at every call (CPU groups). False if they compare at the
-            first call only.
+        every_call: True if ranks that share no page compare at every call (CPU groups), not at the first call only.
     """
 
     def __init__(self, plan: ExchangePlan, groups: Sequence[dist.ProcessGroup], every_call: bool) -> None:
@@ -89,12 +82,10 @@ class Comparison:
         self.every_call = every_call
         self.first = True
         self.withdrawn = False
-        """True if this rank runs the plain program without comparing. It is set only if all ranks of the groups set
-        it."""
+        """True if this rank runs the plain program without comparing. All ranks of the groups set it together."""
         self.settled: list[tuple[GroupState, str, int]] | None = None
-        """What ``count`` needs, or ``None`` if ``call`` must decide about the next call. For each group: the group's
-        state, the constant part of the values published for the group, and the number of the plan's collectives in the
-        group."""
+        """For each group: its state, the constant part of its values, and the number of the plan's collectives in it.
+        ``None`` if ``call`` must decide about the next call."""
         self.tied = False
         """True if a settled plan is compared at every call. Such a plan has one group."""
         self._states: list[GroupState] = []
@@ -103,8 +94,8 @@ class Comparison:
         """True if ``count`` has counted and published a call, and ``call`` must still compare it."""
 
     def count(self) -> bool:
-        """Count one call of a settled plan, with little host time. Returns True if the graph may run, and False if
-        ``call`` must first decide."""
+        """Count one call of a settled plan, with little host time. Returns False if ``call`` must first decide whether
+        the graph may run."""
         if self.settled is None or any(s.apart for s, _, _ in self.settled):
             return False
         for state, constant, collectives in self.settled:
@@ -119,18 +110,18 @@ class Comparison:
         return not self.counted
 
     def returned(self) -> None:
-        """Note that the call has issued its collectives. Collectives that follow, up to the next call of a graph, are
-        outside of calls."""
+        """Note that the call has issued its collectives. Collectives up to the next call of a graph are outside of
+        calls."""
         for state in self._states:
             state.returned()
 
     def call(self) -> Outcome:
         """Count one call, unless ``count`` has counted it or the plan is ``withdrawn``. If needed, compare its plan
-        with the plans of the other ranks.
+        with the other ranks' plans.
 
         Raises:
-            AgreementError: a rank has another version, died, gave no verdict in time, or is inside the transfers of an
-                earlier agreed plan. Or the rank that kept a group's store has died.
+            AgreementError: the ranks can neither all overlap nor all run the plain program. Or a rank died or gave no
+                verdict in time.
             StrictError: in mode ``strict``, the plans differ, or overlap is disabled for a group of the plan.
         """
         try:
@@ -183,10 +174,9 @@ class Comparison:
         return outcome
 
     def _without_overlap(self, states: Sequence[GroupState], first: bool) -> Outcome:
-        """Publish a plan without overlap to the other ranks, which may overlap their plans. In mode ``strict``, wait
-        for their plans at the first call. Otherwise wait only if this rank alone may have recompiled the graph of an
-        agreed plan: then the others may be inside that plan's transfers."""
-        # A plan that this rank has published before does not take the place of an agreed plan.
+        """Publish a plan without overlap. At the first call, wait for the other ranks' plans in mode ``strict``, or if
+        they may be inside the transfers of an agreed plan."""
+        # A plan that this rank has published before does not replace an agreed plan.
         new = any(self.plan.digest not in s.told for s in states)
         listening = self._listening(states, first)
         call_board.catch_up(listening, self.plan)
@@ -217,8 +207,8 @@ class Comparison:
         reject the plan.
 
         Args:
-            failure: the reason why this rank cannot go on, or ``""``. All ranks of the group in which the failure
-                occurred pass the same text. The ranks of the graph's other groups learn the text in rounds that follow.
+            failure: why this rank cannot go on, or ``""``; equal on all ranks of the group in which the failure
+                occurred. Rounds pass it on to the graph's other groups.
 
         Raises:
             StrictError: a rank cannot go on, in mode ``strict``.
@@ -247,13 +237,13 @@ class Comparison:
         return Outcome(False, text)
 
 
-# Cached because the op ``agree`` parses its plan at every call.
+# Op ``agree`` parses its plan at every call.
 _parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
 
 
 def require(group: dist.ProcessGroup, text: str) -> None:
-    """Raise unless the ranks agree upon the plan. In Inductor's own callable, the plan was compared before the graph
-    began. Any other callable makes no such comparison, so the plan is compared here, at the op ``agree``.
+    """Raise unless the ranks agree upon the plan. If the graph does not run in Inductor's own callable, the plan is
+    compared here.
 
     Args:
         text: an ``ExchangePlan`` as JSON.
@@ -282,17 +272,12 @@ def accept(group: dist.ProcessGroup, plan: ExchangePlan) -> None:
 
 def plans_waiting(group: dist.ProcessGroup) -> str:
     """A sentence that names the peers that run another plan, or ``""``. It is part of the error of a transfer whose
-    partner did not come.
-
-    If a rank recompiles alone and its new graph makes other transfers, the rank stops at its comparison. The others run
-    the agreed plan and wait for the rank's transfers.
-    """
+    partner did not come, because the partner may have recompiled alone."""
     state = STATES.known(group)
     if state is None or state.newest is None:
         return ""
     try:
-        # If the call that failed was counted, it is the newest call. Otherwise it is the call after the newest one.
-        # Only graphs that run in Inductor's own callable count every call before it runs.
+        # Only Inductor's own callable has counted the call that failed. Otherwise the call that failed is the next one.
         plans = call_board.plans_now(state, state.newest)
     except RuntimeError:
         # The rank that kept the store may have died.

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``all_or_none``: an attempt that counts only if it succeeds on every rank of a group, for example the allocation of
-memory that all ranks map.
+"""``all_or_none``: an attempt that counts only if it succeeds on every rank of a group, for example an allocation.
 
-A rank that fails alone and raises would leave the others in a collective that it never joins. So each rank makes the
-attempt. The first rank of the group reads the others' results from the group's store and writes its verdict there. The
-others wait for the verdict. Only one rank decides. So all ranks that get the verdict do the same: all go on, or all
-raise the same text::
+The first rank of the group reads the others' results from the group's store, and writes its verdict there. All ranks
+that get the verdict do the same: all go on, or all raise one text::
 
     rank 0                         rank 1                            rank 2
     attempt: succeeded             attempt: out of memory            attempt: succeeded
     reads all results              writes "failed: out of memory"    writes "succeeded"
     verdict: "rank 1 cannot ..."   NotOnAllRanks("rank 1 ...")       NotOnAllRanks("rank 1 ...")
 
-Every wait has a time limit. A rank that has written nothing within the limit counts as failed. A rank that gets no
-verdict within twice the limit raises a text of its own, even if the others go on. An attempt may itself be a
-collective. If one rank fails in it, this collective must also end on the other ranks, at the latest by its own timeout.
-All ranks must make the same attempts in the same order. Each attempt has its own keys in the store. This module uses no
-GPU; an attempt may use one.
+If a rank writes nothing within the time limit, it counts as failed. If a rank gets no verdict within twice the limit,
+it raises a text of its own. All ranks must make the same attempts in the same order. If an attempt is a collective and
+fails on one rank, it must end on the other ranks, too.
 """
 
 from __future__ import annotations
@@ -45,8 +40,8 @@ Result = TypeVar("Result")
 
 
 class NotOnAllRanks(OverlapError):
-    """An attempt failed on a rank of the group. The text names the rank and the attempt. The text is the first rank's
-    verdict. Every rank that got the verdict in time has the same text."""
+    """An attempt failed on a rank of the group. The text is the first rank's verdict, which names the rank and the
+    attempt."""
 
 
 def _keys(owner: Owner) -> Iterator[str]:
@@ -56,20 +51,18 @@ def _keys(owner: Owner) -> Iterator[str]:
 
 _KEYS = Kind("count of joint attempts (runtime.all_or_none)", _keys)
 _LOCK = threading.Lock()
-"""Guards the generators of keys, because only one thread at a time may use a generator."""
+"""Only one thread at a time may use a generator."""
 
 
 def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Result], seconds: float = SECONDS) -> Result:
     """Return the result of ``attempt`` if it returned on every rank of ``group``. All ranks call this together.
 
     Args:
-        what: the attempt, in words that complete "rank 1 cannot ...", such as "allocate 512 bytes". All ranks pass the
-            same words.
+        what: the attempt, in words that complete "rank 1 cannot ...". All ranks pass the same words.
         seconds: how long the first rank waits for the others' results, at most the group's timeout.
 
     Raises:
-        NotOnAllRanks: ``attempt`` raised on a rank, or a rank wrote no result in time, or the first rank wrote no
-            verdict in time.
+        NotOnAllRanks: ``attempt`` raised on a rank, or a result or the verdict did not come in time.
         OverlapError: the group was destroyed, and ``group_state`` holds nothing more for it.
     """
     keys = _KEYS.of(group)
@@ -95,7 +88,7 @@ def _verdict(group: dist.ProcessGroup, key: str, what: str, said: str, seconds: 
     store = group_store(group)
     if rank:
         store.set(f"{key}/{rank}", said)
-        # This rank waits twice as long, because the first rank may wait ``seconds`` for another rank before it decides.
+        # The first rank may wait ``seconds`` for another rank before it decides.
         found = _read(store, f"{key}/verdict", 2 * seconds)
         return found or _text(
             group, what, {ranks[0]: f"{FAILED}it has said nothing for {2 * seconds:.0f} s; has it died?"}

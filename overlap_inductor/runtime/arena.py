@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``WorkspaceArena`` assigns bytes of a group's symmetric memory to sites. Only this module allocates symmetric memory
-for sites.
+"""``WorkspaceArena`` assigns bytes of a group's symmetric memory to sites.
 
 A group has a few *slots*. A call of a site holds one slot from its start to its end. The sites of a graph take the
-slots in turn, in the order of the plan that all ranks have agreed upon. Sites of other graphs may use the same slots,
-because calls of a rank run one after the other (``runtime.workspace``).
+slots in turn, in the plan's order. Sites of other graphs may use the same slots, because calls of a rank run one after
+the other (``runtime.call_order``).
 
-A rank must not write into a slot that a peer still reads. One of two protocols ensures this. Either the peer gives a
-credit when its call ends (``kernels.signals.credit_flag``), or calls use the two halves of the slot in turn
-(``kernels.small_message``). All kernels of a slot use the same protocol. Calls are counted in device memory
-(``Slot.calls``), never by the host, so the count stays right when a CUDA graph is replayed or mixed with eager calls.
+A rank must not write into a slot that a peer still reads. Two protocols ensure this. ``CREDITS``: the peer gives a
+credit when its call ends (``kernels.signals.credit_flag``). ``HALVES``: calls use the two halves of the slot in turn
+(``kernels.small_message``).
 
-The sizes of a graph's requests are planned at compile time. So ``prepare`` can allocate all slots at the graph's first
-run, which must be outside any capture. A site with dynamic sizes requests memory for a planned maximum. A call above
-the maximum runs without overlap. Slots are never moved, grown or freed while the group lives, because captured graphs
-hold their addresses. A later graph that needs more gets slots of its own.
+``prepare`` allocates a graph's slots at the graph's first run, which must be outside any capture. A site with dynamic
+sizes requests memory for a planned maximum. A call above the maximum runs without overlap. Slots are never moved, grown
+or freed while the group lives, because captured graphs hold their addresses.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ TILE_BYTES = 2048
 SLOTS = 2
 """The largest number of slots that a graph's sites of one protocol take in turn."""
 CREDITS, HALVES = "credits", "halves"
-"""Protocols that keep the calls of a slot apart: a credit of each peer, or two halves used in turn."""
+"""Protocols that keep the calls of a slot apart."""
 
 
 class Buffer(Protocol):
@@ -57,10 +54,9 @@ class Request:
     """The workspace that one site needs.
 
     Attributes:
-        site: the site's id.
         nbytes: number of bytes that peers write.
         signals: signals that each peer sends in a call.
-        protocol: the protocol that keeps the site's calls apart, ``CREDITS`` or ``HALVES``.
+        protocol: ``CREDITS`` or ``HALVES``.
     """
 
     site: str
@@ -76,17 +72,13 @@ class Slot:
     Attributes:
         nbytes, signals: number of bytes of ``data``, and number of signals that each rank can send in a call.
         data: uint8 ``[nbytes]`` on every rank.
-        flags: int32 on every rank. ``credit_flag`` and ``signal_flag`` of ``kernels.signals`` say where each flag is.
-            ``calls``, ``queues`` and ``tiles`` follow the flags in the same allocation, and no peer accesses these
-            three. The ranks must agree on the success of each allocation. To save agreements, all four share one
-            allocation.
+        flags: int32 on every rank (``kernels.layout``). ``calls``, ``queues`` and ``tiles`` follow in the same
+            allocation, because the ranks must agree on each allocation.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
-        queues: int32 on the device: words in which the blocks of a kernel count claimed and finished work. First come
-            ``QUEUE_WORDS`` words, then one word per rank and signal. All words but ``ANNOUNCED`` are zero between
-            calls.
-        tiles: int32 on the device: words with which blocks signal finished tiles to each other. There is one word for
-            each ``TILE_BYTES`` of ``nbytes``, and all are zero between calls.
-        protocol: ``CREDITS`` or ``HALVES``.
+        queues: int32 on the device: words in which the blocks of a kernel count work. ``QUEUE_WORDS`` words, then one
+            word per rank and signal. All words but ``ANNOUNCED`` are zero between calls.
+        tiles: int32 on the device: words with which blocks signal finished tiles to each other, one for each
+            ``TILE_BYTES`` of ``nbytes``. All are zero between calls.
     """
 
     nbytes: int
@@ -148,8 +140,6 @@ class WorkspaceArena:
     """The slots of one group on one device.
 
     Args:
-        world_size: ranks of the group.
-        device: the device of the slots.
         allocate: ``(elements, dtype) -> Buffer`` of zeros. All ranks of the group call it together, and it raises on
             all of them or on none.
         capturing: whether a CUDA graph is being captured on the current stream.
@@ -176,14 +166,14 @@ class WorkspaceArena:
 
         Raises:
             OverlapError: memory would have to be allocated while a CUDA graph is captured, or beyond the limit.
-            NotOnAllRanks: a rank has no memory left (raised by ``allocate``).
+            NotOnAllRanks: a rank has no memory left.
         """
         slots, of_site = list(self.slots), dict(self._of_site)
         try:
             for alike in _by_protocol(requests):
                 self._prepare(alike, count)
         except BaseException:
-            # Sites of the first protocol may already have slots when no slots can be made for the second protocol.
+            # The first protocol may already have slots when the second one fails.
             self.slots, self._of_site = slots, of_site
             raise
 
@@ -195,7 +185,7 @@ class WorkspaceArena:
         if missing:
             self._check(missing, unknown)
         ready = [slot or self._new(*sizes, unknown[0].protocol) for sizes, slot in zip(wanted, chosen, strict=True)]
-        # The slots are added only when all of them were made, so that all ranks hold the same slots after a failure.
+        # Slots are added only if all of them were made, so that all ranks hold the same slots.
         self.slots += [new for new, slot in zip(ready, chosen, strict=True) if slot is None]
         for i, request in enumerate(unknown):
             self._of_site[request.site, request.protocol] = ready[i % len(ready)]
@@ -208,9 +198,12 @@ class WorkspaceArena:
     def _choose(
         self, requests: Sequence[Request], count: int
     ) -> tuple[list[Request], list[tuple[int, int]], list[Slot | None]]:
-        """For requests of one protocol, returns three lists. The first holds the requests of sites that have no slot
-        or too small a slot. The second holds the sizes of the slots that these requests take in turn. The third holds,
-        for each size, an existing slot that suffices, or ``None``."""
+        """Returns three lists for requests of one protocol:
+
+        * the requests of sites that have no slot or too small a slot;
+        * the sizes of the slots that these requests take in turn;
+        * for each size, an existing slot that suffices, or ``None``.
+        """
         unknown = [self._at_least_as_before(r) for r in requests if not self.holds(r)]
         wanted = slots_for(unknown, count)
         free = [s for s in self.slots if unknown and s.protocol == unknown[0].protocol]
@@ -223,7 +216,7 @@ class WorkspaceArena:
         return unknown, wanted, chosen
 
     def _at_least_as_before(self, request: Request) -> Request:
-        """``request``, enlarged to the size of the slot that the site has, because earlier graphs rely on that size."""
+        """``request``, enlarged to the size of the site's slot, because earlier graphs rely on that size."""
         slot = self._of_site.get((request.site, request.protocol))
         return (
             request
@@ -257,7 +250,6 @@ class WorkspaceArena:
         return _suffices(self._of_site.get((request.site, request.protocol)), request)
 
     def knows(self, site: str, protocol: str = CREDITS) -> bool:
-        """Whether the site has a slot."""
         return (site, protocol) in self._of_site
 
     def slot(self, site: str, protocol: str = CREDITS) -> Slot:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Board``: pages of the host's memory for reports of faults. If the ranks of a group can share memory, all of them
-and their GPUs see the same pages. A rank whose wait times out (it *gives up*) records there what it waited for.
+"""``Board``: pages of the host's memory for reports of faults. A rank whose wait times out (it *gives up*) records
+there what it waited for.
 
 ::
 
@@ -8,13 +8,11 @@ and their GPUs see the same pages. A rank whose wait times out (it *gives up*) r
     word 1                   the constant 1: the source from which abort words are copied
     from ``BOARD_HEAD`` on   ``FAULT_WORDS`` words per rank: its record (``kernels.layout``), written by that rank alone
 
-The order of writes is: the record, then word 0, then the abort words of the GPUs (``kernels.signals``). So a rank whose
-kernel was stopped finds the record as soon as that kernel has ended. Before each call, a host reads only word 0, which
-is in its own memory. If word 0 is 0, there is no fault on the board.
+The order of writes is: the record, then word 0, then the abort words of the GPUs (``kernels.signals``). So when a
+stopped kernel has ended, its host finds the record.
 
-Ranks of one machine share a board. If the group has ranks on other machines, or its GPUs cannot reach each other, each
-rank has a board of its own that no other rank sees. The pages of a shared board are never freed, because kernels in
-captured CUDA graphs hold their addresses.
+Ranks share a board if they run on one machine and their GPUs reach each other. Otherwise each rank has a board of its
+own. The pages of a shared board are never freed, because kernels in captured CUDA graphs hold their addresses.
 """
 
 from __future__ import annotations
@@ -94,13 +92,11 @@ def shared_board(rank: int, exchange: Exchange, together: Together) -> Board:
     """The board of a group, made by its first rank. All ranks call this together.
 
     Args:
-        rank: this process's rank in the group.
-        exchange: at least 2 words on each rank. The first rank makes a file for the board, and writes the file's number
-            to these words of every rank.
+        exchange: at least 2 words on each rank, in which the first rank writes the number of the board's file.
         together: makes an attempt on every rank, and raises on all of them if it failed on one.
 
     Raises:
-        NotOnAllRanks: on all ranks, if a rank cannot map the board (raised by ``together``).
+        NotOnAllRanks: on all ranks, if a rank cannot map the board.
     """
     device, world_size = exchange.local.device, len(exchange.peers)
     number = shared_file.new_number()
@@ -125,7 +121,7 @@ def shared_board(rank: int, exchange: Exchange, together: Together) -> Board:
         board: Board = together(f"map the first rank's file of {shared_file.SHARED_FOLDER}", open_it)
     finally:
         if rank == 0:
-            # The memory outlives its file: it stays as long as a process maps it.
+            # The memory stays as long as a process maps it.
             shared_file.path_of(number).unlink(missing_ok=True)
     return board
 
@@ -145,7 +141,7 @@ def _explained() -> Iterator[None]:
 def _opened(path: Path, world_size: int, device: torch.device) -> Board:
     """Map the first rank's file. Raises ``OSError`` or ``RuntimeError``."""
     with torch.inference_mode(False):
-        # This raises an error if the file is missing, while ``from_file`` would make a new file.
+        # Raises if the file is missing. ``from_file`` would make a new file.
         path.stat()
         words = torch.from_file(str(path), shared=True, size=board_words(world_size), dtype=torch.int32)
     words[1] = 1

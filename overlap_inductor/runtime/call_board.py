@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that the ranks of a group publish for each call, and the wait for the other ranks' values.
 
-Two media carry the values: the group's store (``CallStore``), and memory that all ranks map (``call_page.CallPage``).
-For each call and rank, they hold the rank's *value* and its verdict of each round. (The reasons of verdicts, and the
-verdicts for which the page has no place, are always in the store: see ``say``.) The value describes the program that
-the rank runs, and the place of the call (``call_place``). It holds the digest of the rank's plan, which of the plan's
-groups this group is, and how many of the group's collectives the plan has.
+A rank's *value* of a call is the ``constant`` part of its plan, and the place of the call (``call_place``). Values and
+verdicts of rounds go through one of two media: the group's store (``CallStore``), or memory that all ranks map
+(``call_page.CallPage``). Reasons of verdicts are always in the store.
 
 Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store::
 
@@ -52,21 +50,19 @@ from overlap_inductor.torch_compat.distributed import moves_nothing
 log = logging.getLogger("overlap_inductor")
 
 _COUNTS_CHARACTERS = 32
-"""Characters of a value that are reserved for the numbers ``passed`` and ``place`` (14 digits each), the colons before
-them, and the mark."""
+"""Characters of a value that are reserved for ``passed`` and ``place`` (14 digits each), their colons, and the mark."""
 EQUAL, ONCE = "1", "2"
-"""Two verdicts. ``EQUAL``: the rank found no reason against the overlapped run. ``ONCE``: the rank found a reason that
-holds for this call alone."""
+"""Two verdicts. ``EQUAL``: nothing is against the overlapped run. ``ONCE``: a reason that holds for this call alone."""
 _LONGEST_PAUSE = 0.25
-"""Longest pause between two reads of the other ranks' values, in seconds. The first pauses are much shorter."""
+"""Longest pause between two reads of the other ranks' values, in seconds."""
 _SHORT = 2e-3
-"""Seconds. Once pauses are longer than this, a rank also looks at every other rank's key and at the ``apart`` key."""
+"""Seconds. If pauses are longer, a rank also looks at every other rank's key and at key ``apart``."""
 _LOOKS = 20
-"""Number of times that a rank reads a page in a row before it yields its time slice."""
+"""Number of reads of a page in a row before a rank yields its time slice."""
 _SPIN = 2e-4
-"""Seconds for which a rank that waits on a page only yields its time slices. After that it sleeps between two reads."""
+"""Seconds for which a rank that waits on a page only yields its time slices. After that it sleeps between reads."""
 _SOON = 2e-2
-"""Longest wait in ``soon``, in seconds. After it, a rank looks for reports and failures (``values``)."""
+"""Longest wait in ``soon``, in seconds."""
 _PATIENCE = 15.0
 """Seconds after which a rank that still waits logs which ranks it waits for."""
 ABSENT = 60.0
@@ -87,7 +83,7 @@ def timeout(group: dist.ProcessGroup) -> float:
 
 def constant(state: GroupState, plan: ExchangePlan) -> str:
     """The part that the values of all calls of ``plan`` share. It holds the plan's digest, which of the plan's groups
-    this group is, and how many of the group's collectives the plan has."""
+    this group is, and how many collectives it has in the plan."""
     alias, count = plan.alias(state.group.group_name), plan.count_in(state.group.group_name)
     text = f"{plan.digest}:{alias}:{count}"
     if len(text) <= MOST_CHARACTERS - _COUNTS_CHARACTERS:
@@ -104,7 +100,7 @@ def order_of(state: GroupState, plan: ExchangePlan, text: str) -> Order:
     """How the call for which another rank published ``text`` stands to this rank's newest call, which runs ``plan``."""
     theirs = CallPlace.parsed(text)
     if theirs.mark != SKIPPED and theirs.place < state.promised:
-        # This rank has told the others that it does not join that call.
+        # This rank has reported that it does not join that call.
         return Order.EARLIER
     return order(value(state, plan), theirs, state.exact)
 
@@ -117,8 +113,8 @@ def is_partner(state: GroupState, plan: ExchangePlan, text: str) -> bool:
 
 
 def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = False) -> None:
-    """Publish ``plan`` for the call that was counted last. ``refused``: True if this rank runs the plan's graph without
-    overlap and does not wait for the others."""
+    """Publish ``plan`` for the call that was counted last. ``refused``: this rank runs the graph without overlap and
+    does not wait for the others."""
     for state in states:
         if plan.digest not in state.told:
             state.told.add(plan.digest)
@@ -129,9 +125,8 @@ def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = Fa
 
 
 def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> None:
-    """Publish that this rank ran uncompiled the call that the others make under the newest number. Then go on to the
-    next number. The other ranks run their plain programs in the skipped call. ``found``: values that some of the other
-    ranks published for the skipped call."""
+    """Publish that this rank ran the newest call of the others uncompiled, and go on to the next number. The others run
+    their plain programs in this call. ``found``: values that other ranks published for it."""
     state.skipped = dict(found)
     state.mark = SKIPPED
     state.publish(value(state, plan).text)
@@ -142,10 +137,10 @@ def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> Non
 
 
 def catch_up(states: Sequence[GroupState], plan: ExchangePlan) -> None:
-    """Before a call that is not compared, skip the calls of other ranks that this rank ran uncompiled. Does not wait: a
-    call that no other rank has published yet is skipped before a later call of this rank."""
+    """Before a call that is not compared, skip the calls of other ranks that this rank ran uncompiled. Does not wait:
+    it skips only calls that a rank has published."""
     for state in states:
-        # A rank that issued no collective between its calls ran nothing uncompiled, so it has no call to skip.
+        # A rank without collectives between its calls ran nothing uncompiled.
         while state.between and (found := _earlier(state, plan, peers(state.group))):
             skip(state, plan, found)
 
@@ -164,20 +159,17 @@ def _earlier(state: GroupState, plan: ExchangePlan, ranks: Sequence[int]) -> dic
 
 
 def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, str]:
-    """The values that the other ranks published for this call before ``deadline``, by rank of the group.
+    """The values that the other ranks published for this call before ``deadline``, by rank of the group. Calls that
+    this rank ran uncompiled are skipped (``skip``).
 
-    A *missing* rank is one that has published no value yet. The wait ends early in five cases:
+    A *missing* rank has published no value yet. The wait ends early in five cases:
 
     - overlap is off on a rank, at this call;
     - overlap is disabled for the group;
     - this rank has skipped a call by mistake (``_skipped_by_mistake``);
-    - each missing rank has reported that it is beyond this call (``call_report``): it runs the call's graph uncompiled.
-      Its value is then one with the mark ``SKIPPED``;
-    - no plan of the group was agreed upon yet, and ``ABSENT`` seconds after this rank began to wait, none of the
-      missing ranks has announced itself. A missing rank that was only slow finds the others' verdict and follows it.
-
-    If a rank publishes a call that this rank ran uncompiled, this rank skips the call's number (``skip``) and waits for
-    the next one.
+    - each missing rank has reported that it is beyond this call (``call_report``). Its value then has the mark
+      ``SKIPPED``;
+    - no plan of the group was agreed upon yet, and no missing rank has announced itself within ``ABSENT`` seconds.
 
     Args:
         mine: this rank's plan.
@@ -204,8 +196,7 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
                 return found
         if pause > _SHORT or now > deadline:
             if store.check([f"{state.prefix}/apart"]):
-                # The other ranks may have found this call's plans equal, before one of them disabled overlap at a later
-                # call.
+                # All ranks may have found this call equal, and one of them disabled overlap at a later call.
                 if state.all_publish(expected):
                     return dict.fromkeys(peers(state.group), expected)
                 state.apart = store.get(f"{state.prefix}/apart").decode()
@@ -230,7 +221,7 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
 
 def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict[int, str]) -> dict[int, str]:
     """Move the ranks that have published their value from ``waiting`` to ``found``. Returns what ``_earlier`` returns
-    for the ranks in ``waiting``. Raises ``Overwritten``."""
+    for ``waiting``. Raises ``Overwritten``."""
     for rank in list(waiting):
         text = state.published(rank)
         if text is None:
@@ -239,8 +230,7 @@ def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict
         if stands is Order.EARLIER:
             return {rank: text}
         if stands is Order.SAME and CallPlace.parsed(text).place != state.place:
-            # Only the places differ, so the other rank may be in this call. But a rank that has reported a place beyond
-            # this call does not join this call.
+            # Only the places differ, so the other rank may be in this call, unless it has reported a place beyond it.
             place = call_report.place_of(state, rank)
             text = _absent(state, mine, place) if place > state.place else text
         waiting.remove(rank)
@@ -249,9 +239,8 @@ def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict
 
 
 def _skipped_by_mistake(state: GroupState, mine: ExchangePlan) -> bool:
-    """Whether a rank is still inside a collective of the call that this rank has skipped. If this rank had run that
-    call uncompiled, the collective would have ended. So the skip was a mistake, and overlap is disabled for the group.
-    """
+    """Whether a rank is still inside a collective of the call that this rank has skipped. If so, this rank cannot have
+    run that call uncompiled, and overlap is disabled for the group."""
     stuck = [r for r in state.skipped if state.mark == MOVED and call_report.call_of(state, r) == state.calls - 1]
     if not stuck:
         return False
@@ -278,19 +267,16 @@ def _are_beyond(state: GroupState, mine: ExchangePlan, waiting: list[int], found
 
 
 def _absent(state: GroupState, mine: ExchangePlan, place: int) -> str:
-    """A value for a rank that has reported ``place``, which is beyond this call."""
     return CallPlace(constant(state, mine), state.passed, place, SKIPPED).text
 
 
 def soon(page: CallPage, call: int, text: str) -> bool:
-    """Whether all ranks publish ``text`` within ``_SOON`` seconds. The wait ends early if a rank publishes another
-    value. Each read compares the entries of all ranks at once.
+    """Whether all ranks publish ``text`` within ``_SOON`` seconds. Ends early if a rank publishes another value.
 
-    At each call, a different host may be a little late. Its entry ends the wait of the others within microseconds. So
-    one host's delays do not make the other hosts late, and the hosts of a group stay in step.
+    A late host's entry ends the others' wait within microseconds, so hosts stay in step.
     """
     look = page.watcher(call, text)
-    # Ranks that run in step find each other's entries in these reads, without a system call.
+    # Ranks in step find each other's entries here, without a system call.
     if any(look() for _ in range(_LOOKS)):
         return True
     begun, waited = time.perf_counter(), 0.0
@@ -311,8 +297,7 @@ def _next_pause(medium: CallPage | CallStore, pause: float, waited: float) -> fl
 
 
 def plans(state: GroupState, texts: Mapping[int, str], mine: ExchangePlan) -> dict[int, ExchangePlan]:
-    """The plans that the values ``texts`` name, by rank of the group. Plans that this rank lacks are read from the
-    store."""
+    """The plans that the values ``texts`` name, by rank of the group. Unknown plans are read from the store."""
     store, known = group_store(state.group), {mine.digest: mine}
     digests = {rank: text.split(":")[0] for rank, text in texts.items()}
     for digest in set(digests.values()) - {mine.digest}:
@@ -336,13 +321,13 @@ def plans_now(state: GroupState, mine: ExchangePlan) -> dict[int, ExchangePlan]:
 
 
 def say(state: GroupState, number: int, text: str, kind: str = "") -> None:
-    """Publish this rank's verdict ``text`` in round ``number`` of this call. ``kind`` distinguishes several series of
-    rounds of one call. Rounds with a ``kind`` go through the store, and so do those that have no place on the page."""
+    """Publish this rank's verdict ``text`` in round ``number`` of this call. ``kind`` names a further series of rounds
+    of the call, which goes through the store."""
     if kind or state.page is None or number >= MOST_ROUNDS:
         state.store.say(state.label, f"{kind}{number}", text)
         return
     if text != EQUAL:
-        # The reason does not fit on the page, so it goes through the store.
+        # The page has no room for the reason.
         state.store.say(state.label, number, text)
     state.page.say(state.calls, number, text[0])
 
@@ -363,8 +348,7 @@ def said(state: GroupState, rank: int, number: int, deadline: float, kind: str =
         if text is not None and (text == EQUAL or medium is state.store):
             return text
         if text is not None:
-            # Wait for the reason, which may reach the store after the verdict reaches the page: a write to the store is
-            # not acknowledged.
+            # Wait for the reason, which may reach the store after the verdict has reached the page.
             medium, pause = state.store, state.store.first_pause
         now = time.monotonic()
         if now > deadline:
@@ -374,14 +358,14 @@ def said(state: GroupState, rank: int, number: int, deadline: float, kind: str =
 
 
 def part(state: GroupState, why: str) -> None:
-    """Disable overlap for the group permanently, and publish the reason ``why`` to the ranks that wait."""
+    """Disable overlap for the group permanently, and publish the reason ``why``."""
     state.apart = why
     group_store(state.group).set(f"{state.prefix}/apart", why)
 
 
 def announce() -> None:
-    """Publish once that this rank compiles with overlap on. The other ranks wait longer for the plans of a rank that
-    has announced itself."""
+    """Publish once that this rank compiles with overlap on. The other ranks wait longer for the plans of such a
+    rank."""
     world = default_group()
     if world is None or moves_nothing(world):
         return

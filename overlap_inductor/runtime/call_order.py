@@ -1,40 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """``CallOrder``: the order of the calls that use a workspace, on one device. They run one after the other, in the order
-in which this process makes them, whatever their streams, threads, sites and groups are.
+in which this process makes them, on any streams and from any threads.
 
 Why. A kernel that waits for its peers may fill the GPU. If two such kernels on two streams start in different orders on
-two ranks, they wait for each other until their waits time out. Two calls may also share a slot of the workspace. A slot
-counts its calls. If two ranks used the slot in different orders, different calls would have the same count. The hosts
-of all ranks make their calls in one order, and this module makes the GPUs keep that order.
+two ranks, they wait for each other. The hosts of all ranks make their calls in one order. This module makes the GPUs
+keep it. So all ranks also have one count of the calls of a slot.
 
 How. ``with call_order(device):`` encloses all launches of a call. The new call waits for the *end* of the previous
-call: an event that is recorded after the previous call's last launch. It does not wait for work that was queued later
-on the previous call's stream. Such work may wait for a peer that waits for the new call. ::
+call: an event that is recorded after the previous call's last launch. It does not wait for later work on that call's
+stream. Such work may wait for a peer that waits for the new call. ::
 
     rank 0:  A on S1, recv on S1, B on S2             B waits for A, not for recv
     rank 1:  A on S1, B on S2, send after B on S1
 
-One event per device is enough. Each call records the event again. A wait refers to the last record at the time when the
-wait is issued. A call on the same stream as the previous call needs no wait, because the stream orders the two.
+Threads. The order of calls is the order in which threads get the lock. The lock is held from the wait to the record. It
+also guards what calls on the device share: side streams, prepared kernels, and graphs. If threads call at the same
+time, the program must ensure one order on all ranks, as with NCCL.
 
-Threads. The order of calls is the order in which threads get the lock. The lock is held from the wait to the record, so
-launches of two calls do not mix. The lock also guards the objects that calls on the device share: its side streams,
-and the prepared kernels and graphs of each site. If threads call at the same time, the program must ensure one order on
-all ranks, as with NCCL.
+Captures. CUDA refuses a wait in a capture for an event from outside it, and the reverse. So each capture has its own
+event. If a ``torch.cuda.CUDAGraph`` holds calls, each of its replays counts as one call. A call is refused in any other
+capture, and in a capture that began before the first ``CallOrder``. This module would not notice the replays of such a
+capture, and two calls could use a slot at once. If a program launches the ``raw_cuda_graph_exec`` of a graph, it must
+ensure the order itself.
 
-Captures. A wait inside a capture must not refer to an event that was recorded outside of the capture. A wait outside of
-captures must not refer to an event that was recorded inside a capture. CUDA refuses both waits. So each capture has its
-own event, which orders the calls in the capture. At each replay, the captured graph as a whole is ordered against all
-other calls. A graph of ``torch.cuda.CUDAGraph`` (``torch.cuda.graph``, ``make_graphed_callables``,
-``mode="reduce-overhead"``) that holds calls counts as one call each time it is replayed. The graph starts after the end
-of the previous call, and the next call on another stream starts after the end of the graph. A call in any other capture
-is refused, because this module would not notice the replays. This includes a capture that began before the process made
-its first ``CallOrder``. An unnoticed replay and a call on another stream could use a slot at the same time, and the
-results of both would be wrong. (If a program launches the ``raw_cuda_graph_exec`` of a graph itself, this module does
-not notice that either. The program must then ensure the order.)
-
-A graph of ``runtime.replay`` holds the launches of one call. It is launched inside a call, so it needs no order of its
-own.
+A graph of ``runtime.replay`` is launched inside a call, so it needs no order of its own.
 """
 
 from __future__ import annotations
@@ -69,7 +58,6 @@ class _Last:
     event: Any = None
 
     def ended(self, raw: int, stream: Any) -> None:
-        """Record the end of a call on its stream."""
         if self.event is None:
             self.event = torch.cuda.Event()
         self.event.record(stream)
@@ -85,8 +73,8 @@ class _Capture:
 
 
 class CapturedGraphs:
-    """Holds the captures of ``torch.cuda.CUDAGraph`` in progress, by the number that the driver gave each capture. Also
-    holds, for each captured graph, the ``CallOrder`` of each device whose calls are in the graph. Implements
+    """The captures of ``torch.cuda.CUDAGraph`` in progress, by the driver's number of the capture. For each captured
+    graph, the ``CallOrder`` of each device whose calls are in the graph. Implements
     ``torch_compat.cuda_graphs.Observer``."""
 
     def __init__(self) -> None:
@@ -124,7 +112,7 @@ class CapturedGraphs:
         return stack
 
     def last_of(self, order: CallOrder, raw: int) -> _Last:
-        """The last call of ``order`` in the capture of which the stream ``raw`` is part.
+        """The last call of ``order`` in the capture to which the stream ``raw`` belongs.
 
         Raises:
             UnsupportedError: the beginning of the capture was not observed, so its replays would not be seen.
@@ -182,8 +170,8 @@ class CallOrder:
     ) -> None:
         try:
             self._depth -= 1
-            # The launches of a failed call are ordered, too. But in a capture, no event is recorded after a failed
-            # call. The capture may have failed, and the record would then raise an error and hide the first one.
+            # The launches of a failed call are ordered, too, except in a capture. If the capture has failed, recording
+            # an event would raise a second error that hides the first one.
             if self._depth == 0 and (kind is None or self._last is self._outside):
                 self._last.ended(self._raw, self._stream)
         finally:
@@ -191,15 +179,14 @@ class CallOrder:
 
     def in_flight(self) -> bool:
         """Whether the last call, or the last replay of a graph that holds calls, has not ended on the GPU. Any thread
-        may ask, even while another thread captures. Raises ``RuntimeError`` if CUDA has failed."""
+        may ask, even during a capture. Raises ``RuntimeError`` if CUDA has failed."""
         if self._outside.raw is None:
             return False
         with driver.beside_captures(self.device):
             return not self._outside.event.query()
 
     def finish(self) -> None:
-        """Wait for the end of all calls. Each call ends when its peers have arrived or when its waits time out. Raises
-        ``RuntimeError`` if CUDA has failed."""
+        """Wait for the end of all calls. Raises ``RuntimeError`` if CUDA has failed."""
         if self._outside.raw is not None:
             with driver.beside_captures(self.device):
                 self._outside.event.synchronize()
@@ -212,9 +199,8 @@ _AT_ONCE = nullcontext()
 
 
 def call_order(device: torch.device) -> CallOrder | nullcontext[None]:
-    """The device's ``CallOrder``, made at first use. From the first ``CallOrder`` on, captures of
-    ``torch.cuda.CUDAGraph`` are observed. A device without streams needs no order, because its calls have ended when
-    they return."""
+    """The device's ``CallOrder``, made at first use. The first one starts the observation of ``torch.cuda.CUDAGraph``
+    captures. A device without streams needs no order, because its calls have ended when they return."""
     if device.type != "cuda":
         return _AT_ONCE
     known = _ORDERS.get(device)
@@ -227,5 +213,4 @@ def call_order(device: torch.device) -> CallOrder | nullcontext[None]:
 
 
 def orders() -> tuple[CallOrder, ...]:
-    """The orders that ``call_order`` has made."""
     return tuple(_ORDERS.values())

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CallPage``: memory that all ranks of a group on one machine map. At each call, each rank writes the plan that it
-runs into this memory.
-
-With a page, a rank sees in about a microsecond whether all others run the same plan. So if all groups of a plan have
-pages, the plan is compared at every call, even on GPUs. Through the group's store, a comparison takes a fraction of a
-millisecond (``call_store.CallStore``). The store is used until the page exists, and for groups whose ranks share no
-memory.
+"""``CallPage``: memory that all ranks of a group on one machine map. At each call, each rank writes there which plan it
+runs. A rank sees in about a microsecond whether all others run the same plan. (The store takes a fraction of a
+millisecond: ``call_store.CallStore``.)
 
 ::
 
@@ -15,9 +11,8 @@ memory.
     entry                               CRC-32 of the rest, call, length of the text, text
 
 Memory ordering: a reader accepts an entry only if its checksum fits. So an entry that is half written, or whose stores
-arrive out of order, counts as not written yet. An entry is overwritten ``CALLS`` calls later. A rank that waits for the
-others is never that far ahead. A rank does not wait if it overlaps nothing, or if its plan is compared at the first run
-only. It may then be that far ahead, and the reader raises ``Overwritten``.
+arrive out of order, counts as not written yet. An entry is overwritten ``CALLS`` calls later. A rank that does not wait
+for the others may be that far ahead. The reader then raises ``Overwritten``.
 """
 
 from __future__ import annotations
@@ -47,18 +42,16 @@ class Overwritten(Exception):
 
 
 class CallPage:
-    """Values and verdicts of a group's calls, in ``memory`` that all its ranks map.
+    """Values and verdicts of a group's calls.
 
     Args:
-        memory: ``page_bytes(size)`` bytes, zeros at first.
-        rank: this process's rank in the group.
-        size: number of ranks of the group.
+        memory: ``page_bytes(size)`` bytes, zeros at first, that all ranks map.
     """
 
     first_pause, growth = 0.0, 1.05
-    """Seconds between the first two reads of a rank that waits, and the factor by which each pause grows."""
+    """Seconds between the first two reads of a waiting rank, and the factor by which each pause grows."""
     looks_cheaply = True
-    """Whether a waiting rank reads the entry of every other rank every time that it looks."""
+    """Whether a waiting rank reads the entries of all other ranks at each look."""
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
         self._memory, self._rank, self._size = memory, rank, size
@@ -72,8 +65,7 @@ class CallPage:
         return self.watcher(call, text)()
 
     def watcher(self, call: int, text: str) -> Callable[[], bool]:
-        """A function that returns what ``all_publish`` returns. It costs less host time, because it compares with bytes
-        that are made once."""
+        """A function that returns what ``all_publish`` returns, with less host time."""
         start, expected = self._offset(call, 0, 0), _entry(call, text) * self._size
         memory, end = self._memory, start + len(expected)
         return lambda: memory[start:end] == expected
@@ -133,7 +125,7 @@ def _entry(call: int, text: str) -> bytes:
 
 
 def page_bytes(size: int) -> int:
-    """Bytes of the page of a group of ``size`` ranks. For 16 ranks that is 7.5 KiB per call."""
+    """Bytes of the page of a group of ``size`` ranks."""
     return CALLS * (1 + MOST_ROUNDS) * ENTRY * size
 
 
@@ -141,12 +133,10 @@ def shared_page(group: dist.ProcessGroup, key: str) -> CallPage:
     """Make the page of ``group``. All its ranks call this together.
 
     Args:
-        key: key in the group's store, used once. The first rank makes the file that holds the page, and writes the
-            file's name under this key.
+        key: key in the group's store, used once. The first rank writes the name of the page's file under this key.
 
     Raises:
-        NotOnAllRanks: on all ranks, if a rank cannot make or map the file. Possible causes: the ranks run on several
-            machines, or they do not share one ``/dev/shm``, or ``/dev/shm`` is full.
+        NotOnAllRanks: on all ranks, if a rank cannot make or map the file in ``/dev/shm``.
     """
     store, rank, size = group_store(group), group.rank(), group.size()
     path = shared_file.path_of(shared_file.new_number())

@@ -2,24 +2,21 @@
 """``CallPlace``: the place of a rank's call in the sequence of a group's collectives. It tells whether calls of two
 ranks are the same call.
 
-The n-th call of one rank need not be the n-th call of another. One rank alone may reach Dynamo's recompile limit for a
-frame. Then it runs the frame uncompiled and makes no call for the frame's graph. Or a graph may be broken into two on
-one rank. The collectives are issued in either case. So a call's *place* is the number of the group's collectives that
-the rank has issued before the call. It counts the collectives of the graphs that the rank called, and the collectives
-that the backend counted between calls::
+The n-th call of one rank need not be the n-th call of another. One rank may run a frame uncompiled, or its graph may be
+broken into two. The collectives are issued in either case. So a call's *place* is the number of the group's collectives
+that the rank has issued before the call. It counts the collectives of the graphs that the rank called, and those that
+the backend counted between calls::
 
     rank 0   A: place 0   (uncompiled: one collective)   C: place 2
     rank 1   A: place 0    B: place 1                    C: place 2
 
 Calls are published under the number of the call (``call_board``). Rank 0 finds B where it expected C. B ends at place
-2, and C begins there. So B's collective comes before C, and rank 0 has run it uncompiled. Rank 0 writes that it skipped
-this number, and goes on to the next one. A rank that waits in B reads this, and runs its plain program.
+2, where C begins, so rank 0 has run B uncompiled. Rank 0 writes that it skipped this number, and goes on to the next
+one. Rank 1, which waits in B, reads this and runs its plain program.
 
-The backend's count is exact if it counts collectives only, as NCCL does. Gloo also counts sends and receives, for
-example those of ``monitored_barrier`` or of a pipeline on the same group. So two ranks may count differently although
-they have issued the same collectives. With such a backend, calls at different places are still the same call if all
-else is equal. All else means the plan, the number of the call, and the number of collectives in the rank's earlier
-calls.
+The backend's count is exact if it counts collectives only, as NCCL does. Gloo also counts sends and receives, so two
+ranks may count differently. With such a backend, calls at different places are still the same call if their plans,
+numbers and ``passed`` are equal.
 """
 
 from __future__ import annotations
@@ -28,8 +25,12 @@ import enum
 from dataclasses import dataclass
 
 SKIPPED, REFUSED, MOVED = "-", "!", "~"
-"""Marks of a value. ``SKIPPED``: the rank ran this call uncompiled. ``REFUSED``: the rank runs the plan without
-overlap. ``MOVED``: the rank has skipped a number to reach this call, so the ranks must exchange verdicts."""
+"""Marks of a value:
+
+* ``SKIPPED``: the rank ran this call uncompiled;
+* ``REFUSED``: the rank runs the plan without overlap;
+* ``MOVED``: the rank has skipped a number to reach this call, so the ranks must exchange verdicts.
+"""
 
 
 class Order(enum.Enum):
@@ -37,11 +38,11 @@ class Order(enum.Enum):
 
     SAME = "same"
     EARLIER = "earlier"
-    """The other rank's call ended before this rank's call began, so this rank ran the other call uncompiled."""
+    """The other call ended before this rank's call began, so this rank ran the other call uncompiled."""
     LATER = "later"
-    """The other rank's call began after this rank's call ended, so the other rank ran this rank's call uncompiled."""
+    """The other call began after this rank's call ended, so the other rank ran this rank's call uncompiled."""
     UNKNOWN = "unknown"
-    """The two calls have some, but not all, of their collectives in common."""
+    """Only some of the collectives of the two calls are the same."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class CallPlace:
     """The value that a rank publishes for a call.
 
     Attributes:
-        constant: what the values of all calls of a plan share. It ends in the number of the plan's collectives in the
-            group.
+        constant: what the values of all calls of a plan share. Its last field is the number of the plan's collectives
+            in the group.
         passed: number of the group's collectives in the graphs of this rank's earlier calls.
         place: number of the group's collectives that this rank issued before the call.
         mark: ``SKIPPED``, ``REFUSED``, ``MOVED`` or ``""``.
@@ -72,15 +73,14 @@ class CallPlace:
 
     @classmethod
     def parsed(cls, text: str) -> CallPlace:
-        """The value from its ``text``."""
         mark = text[-1] if text[-1] in (SKIPPED, REFUSED, MOVED) else ""
         constant, passed, place = text.removesuffix(mark).rsplit(":", 2)
         return cls(constant, int(passed), int(place), mark)
 
 
 def order(mine: CallPlace, theirs: CallPlace, exact: bool) -> Order:
-    """The order of ``theirs``, seen from ``mine``. If one rank finds ``EARLIER``, the other rank finds ``LATER``. The
-    exception: if ``theirs`` has the mark ``SKIPPED``, the result is always ``LATER``.
+    """The order of ``theirs``, seen from ``mine``. ``LATER`` if ``theirs`` has the mark ``SKIPPED``. Otherwise, if one
+    rank finds ``EARLIER``, the other rank finds ``LATER``.
 
     Args:
         exact: whether the backend counts collectives only.

@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells waiting ranks that this rank is inside a collective that it issued outside of graphs.
 
-A rank may run a frame uncompiled while its peers overlap the frame's graph. The rank publishes nothing before the
-frame's collective, and the collective waits for the peers, while the peers wait for the rank's plan::
+If a rank runs a frame uncompiled while its peers overlap the frame's graph, the ranks wait for each other::
 
     rank 0   (uncompiled) all_reduce: waits for rank 1
     rank 1   the graph's call: waits for the plan of rank 0
 
-So each process has a watching thread. For each group (``call_state``), it looks again and again at the *caller*: the
-thread that made the group's newest call. Suppose that two looks in a row find the caller inside a collective outside of
-graphs, and that the backend has issued no further collective between the looks. Then the watching thread makes a
-report: it writes to the group's store the *place* that the rank has reached. This is the number of the group's
-collectives that the rank has issued (``call_place``). There is one report for each place. A report is a promise: this
-rank joins no call that begins before the reported place. A waiting rank whose call begins before that place runs its
-plain program. The rank that has reported skips such a call (``call_board.skip``).
+So each process has a watching thread. For each group (``call_state``), it looks again and again at the thread that made
+the group's newest call. It makes a report if two looks in a row find this thread inside one collective:
 
-Two looks in a row may also find the caller inside the same collective of a call. Then the watching thread writes the
-call's number. Another rank may have skipped this call and wait for the next one. If it had run the skipped call
-uncompiled, the collective would have ended. So it learns that it skipped the call by mistake: the ranks count different
-numbers of collectives.
+* Outside of graphs, it reports the *place* that the rank has reached (``call_place``). The report is a promise: this
+  rank joins no call that begins before this place. A waiting rank whose call begins before it runs its plain program.
+  The reporting rank skips such a call (``call_board.skip``).
+* In a call, it reports the call's number. If another rank has skipped this call, that was a mistake: had it run the
+  call uncompiled, the collective would have ended.
 
-One lock is held while a report is made, and while a call is counted. So after a rank has counted a call, it makes no
-report about the time before the call. The rank and its peers then decide by the same reports.
+Reports go to the group's store. One lock is held while a report is made, and while a call is counted. So once a rank
+has counted a call, it reports nothing from before the call.
 """
 
 from __future__ import annotations
@@ -36,8 +31,8 @@ import torch.distributed as dist
 from overlap_inductor.torch_compat.distributed import group_store
 
 INTERVAL, AGAIN = 0.2, 0.01
-"""Seconds between two looks: ``INTERVAL`` until this process has first reported a place, ``AGAIN`` from then on. A rank
-that has run a frame uncompiled will probably do so again, and its peers wait for each report."""
+"""Seconds between two looks: ``INTERVAL``, and ``AGAIN`` after this process has first reported a place. Such a rank
+will probably run the frame uncompiled again, and its peers wait for each report."""
 
 
 class Watched(Protocol):
@@ -86,8 +81,7 @@ def place_of(state: Watched, rank: int) -> int:
 
 
 def call_of(state: Watched, rank: int) -> int:
-    """The number of the call that ``rank`` has reported because it stays inside one of the call's collectives, or
-    -1."""
+    """The number of the call that ``rank`` has reported, because it is inside a collective of this call, or -1."""
     return _number(state, "inside", rank)
 
 
@@ -95,7 +89,7 @@ Seen = tuple[int | None, tuple[int, int] | None]
 
 
 def report(state: Watched, before: Seen) -> Seen:
-    """Look once. Report what both this look and the last look have found. ``before``: what the last look returned.
+    """Look once, and report what both this look and the last look have found. ``before``: what the last look returned.
     Returns what this look has found.
 
     Raises:
@@ -108,7 +102,7 @@ def report(state: Watched, before: Seen) -> Seen:
             _write(state, "reached", place)
             state.promised = place
         if state.told_inside >= 0 and (inside is None or inside[0] != state.told_inside):
-            # This rank has left the collective, so the report is withdrawn. A peer was only late.
+            # This rank has left the collective: a peer was only late.
             _write(state, "inside", -1)
             state.told_inside = -1
         if inside is not None and inside == before[1] and inside[0] != state.told_inside:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupState``: what this rank knows of the calls and plans of a group (``agreement``). It counts this rank's calls,
-and the collectives before each call: the call's place (``call_place``)."""
+"""``GroupState``: what this rank knows of the calls and plans of a group (``agreement``)."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class GroupState:
 
     Attributes:
         incarnation: see ``group_state.Owner``.
-        calls: number of the newest call of a graph with a collective of the group. Numbers that this rank skipped
-            count, too. If ``exact``, ``share_page`` sets the number to the call's place.
+        calls: number of the newest call of a graph with a collective of the group, skipped numbers included.
         passed: number of the group's collectives in the graphs of all calls before the newest one.
         outside: number of the group's collectives that the backend counted between calls.
         between: whether the backend counted a collective between the newest call and the call before it.
@@ -47,12 +45,11 @@ class GroupState:
         parts: digests of the plans of subgraphs, which are parts of agreed plans.
         overlapped: for each agreed plan, its collectives.
         told: digests of plans whose text this rank has published. Also ``here`` if this rank has announced itself.
-        reported: the differences that were logged. Each is a tuple: the digest of this rank's plan, then the digests of
-            the other ranks' plans. The tuple ``("uncompiled",)`` stands for all calls that a rank ran uncompiled.
-        newest: the plan that was agreed upon last; ``None`` before the first agreement.
+        reported: the differences that were logged, as tuples of digests, or ``("uncompiled",)``.
+        newest: the plan that was agreed upon last.
         apart: why overlap is disabled for the group; ``""`` if it is not.
         page: the group's call page; ``None`` before the first agreement, or if the ranks share no memory.
-        skipped: the values of other ranks that were the reason for this rank's last skip of a number.
+        skipped: the values of other ranks for which this rank last skipped a number.
         lock, promised, told_inside: see ``call_report.Watched``.
     """
 
@@ -101,14 +98,13 @@ class GroupState:
 
     @property
     def place(self) -> int:
-        """The place of the newest call: how many of the group's collectives this rank issued before it."""
+        """The place of the newest call (``call_place``)."""
         return self.passed + self.outside
 
     @property
     def label(self) -> str:
-        """The newest call's name in the store: its place or its number. The place is used if the backend's count is
-        exact and the group has no page. The ranks of such a group do not publish all of their calls, so the number
-        of a call may differ between ranks."""
+        """The newest call's name in the store: its number or its place. If the group has no page, ranks do not publish
+        all calls, so numbers may differ between ranks. The place is used then, if it is exact."""
         return f"at{self.place}" if self.exact and self.page is None else str(self.calls)
 
     def count(self, collectives: int) -> None:
@@ -124,8 +120,7 @@ class GroupState:
                 self.between, self._counted = new > 0, None
 
     def returned(self) -> None:
-        """Note that the newest call has issued its collectives. What the backend counts from now on is outside of the
-        call."""
+        """Note that the newest call has issued its collectives. Later ones are outside of the call."""
         self._counted = self._count()
 
     def reached(self) -> int | None:
@@ -141,21 +136,19 @@ class GroupState:
 
     def level(self, places: Iterable[CallPlace]) -> None:
         """Set this rank's counts to the largest among the ranks' ``places`` of one call. All ranks do this together, so
-        that their values are equal from now on."""
+        their values become equal."""
         passed, place = self.passed, self.place
         for other in places:
             passed, place = max(passed, other.passed), max(place, other.place)
         self.passed, self.outside = passed, place - passed
 
     def publish(self, text: str) -> None:
-        """Publish this rank's value of the newest call."""
         if self.page is None:
             self.store.publish(self.label, text)
         else:
             self.page.publish(self.calls, text)
 
     def all_publish(self, text: str) -> bool:
-        """Whether all ranks have published ``text`` for the newest call."""
         if self.page is None:
             return self.store.all_publish(self.label, text)
         return self.page.all_publish(self.calls, text)
@@ -181,7 +174,7 @@ class GroupState:
         except NotOnAllRanks as error:
             log.info("overlap_inductor: plans are compared through the store of the group: %s", error)
         if self.exact:
-            # Until now, the number of a call could differ between ranks (``label``). The place is the same on all.
+            # The number of a call could differ between ranks (``label``). The place is the same on all.
             self.calls = self.place
 
 

@@ -8,17 +8,13 @@ import torch.distributed as dist
 from overlap_inductor.torch_compat.distributed import group_store
 
 KEPT_CALLS = 64
-"""Number of this rank's newest calls whose keys stay in the store. In a CPU group no rank can be this many calls behind
-another, because each call holds a collective, which blocks the host."""
+"""Number of this rank's newest calls whose keys stay in the store. In a CPU group no rank is this many calls behind,
+because each call holds a collective, which blocks the host."""
 
 
 class CallStore:
-    """Values and verdicts of a group's calls, by the call's label (``GroupState.label``). Apart from the label, the
-    interface is that of ``CallPage``.
-
-    Args:
-        prefix: the prefix of all keys.
-    """
+    """Values and verdicts of a group's calls, by the call's label (``GroupState.label``). The interface is that of
+    ``CallPage``, apart from the label. ``prefix``: the prefix of all keys."""
 
     first_pause, growth = 1e-4, 1.5
     looks_cheaply = False

@@ -2,14 +2,11 @@
 """Calls CUDA's driver through its documented API: copies by address, mapped host memory, allocations, streams that no
 other code uses, and captures.
 
-A copy by address takes about 7 us on a slow host; a slice and its ``copy_`` take 13 us. With eight ranks, one call of
-an overlap op that copies to its peers makes fourteen copies or more. No bounds are checked here, because the code that
-prepares a transfer has compared the transfer's size with the size of the slot. A copy on a stream that is being
-captured becomes a node of the graph, as with ``copy_``.
+A copy by address takes about 7 us on a slow host; a slice and its ``copy_`` take 13 us. No bounds are checked. A copy
+on a stream that is being captured becomes a node of the graph.
 
-This module does not capture graphs by ``torch.cuda.CUDAGraph``. If a capture by that class fails, torch's random number
-generator and its allocator behave as if the capture still ran, and the process ends (torch 2.11). If a capture through
-the driver fails, it leaves no state behind.
+Captures do not use ``torch.cuda.CUDAGraph``. If such a capture fails, torch's random number generator and allocator
+behave as if it still ran (torch 2.11). A failed capture through the driver leaves no state behind.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from overlap_inductor.errors import UnsupportedError
 
 Copy = Callable[[int, int, int, int], None]
 """``(to, from, bytes, stream)``: two addresses, and the number of the stream on which the copy is queued. Raises
-``RuntimeError`` if the driver refuses the copy."""
+``RuntimeError`` if the driver refuses."""
 NON_BLOCKING = 1
 """Flag of a stream that does not wait for the default stream."""
 THREAD_LOCAL = 1
@@ -79,7 +76,7 @@ def _copy_at_once(to: int, source: int, size: int, stream: int) -> None:
 
 
 HOST_MEMORY_FOR_ALL = 1 | 2
-"""Flags of registered host pages: every GPU of the process may use them, each GPU at its own address."""
+"""Flags of registered host pages: every GPU of the process may use them, at its own address."""
 
 
 def mapped_address(address: int, size: int, device_type: str) -> int:
@@ -108,13 +105,12 @@ def mapped_address(address: int, size: int, device_type: str) -> int:
 
 
 BUFFER_ID = 7
-"""Attribute of an address: the number of its allocation, unique among all allocations of the process, freed ones
-included."""
+"""Attribute of an address: the number of its allocation, which no other allocation of the process ever has."""
 
 
 def allocation(address: int) -> int:
-    """The number of the allocation that contains ``address``, an address in GPU memory. Raises ``RuntimeError`` if none
-    contains it."""
+    """The number of the allocation in GPU memory that contains ``address``. Raises ``RuntimeError`` if none contains
+    it."""
     found = ctypes.c_ulonglong()
     _function("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(
         ctypes.byref(found), BUFFER_ID, address
@@ -124,15 +120,11 @@ def allocation(address: int) -> int:
 
 def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     """A new stream of ``device``, which must be the current device. The stream is never destroyed. ``priority``: -1 is
-    higher than 0.
+    higher than 0. Raises ``RuntimeError`` if the driver refuses.
 
-    ``torch.cuda.Stream`` returns one of 32 streams in turn. If two users got the same stream, their work would be
-    captured together, or would wait for each other.
-
-    Raises:
-        RuntimeError: the driver refuses.
+    ``torch.cuda.Stream`` returns one of 32 streams in turn. Two users of one stream would wait for each other.
     """
-    # Makes the device's context current on this thread. (Other calls that do this are not allowed in a capture.)
+    # Makes the device's context current on this thread, and is allowed in a capture.
     torch.cuda.is_current_stream_capturing()
     made = ctypes.c_void_p()
     _function("cuStreamCreateWithPriority", ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)(
@@ -146,9 +138,9 @@ CAPTURING = 1
 
 
 def capture_number(stream: int) -> int:
-    """The driver's number of the capture to which ``stream`` (the address of a CUDA stream) belongs. 0 if the stream is
-    not being captured, or if its capture has failed. No two captures of the process have the same number. Raises
-    ``RuntimeError`` if the driver refuses."""
+    """The driver's number, unique in the process, of the capture to which ``stream`` (the address of a CUDA stream)
+    belongs. 0 if the stream is not being captured, or if its capture has failed. Raises ``RuntimeError`` if the driver
+    refuses."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     call = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
     call(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
@@ -157,15 +149,9 @@ def capture_number(stream: int) -> int:
 
 @contextlib.contextmanager
 def beside_captures(device: torch.device) -> Iterator[None]:
-    """In this context, this thread may query events of ``device`` while another thread captures a graph. The graph must
-    not contain these events.
-
-    A capture in mode ``global``, which is torch's default, forbids such a query. Without this context, the query would
-    then fail and end the capture.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
+    """In this context, this thread may query events of ``device`` while another thread captures a graph without these
+    events. Otherwise such a query ends a capture in mode ``global``, torch's default. Raises ``RuntimeError`` if the
+    driver refuses."""
     exchange = _function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
     mode = ctypes.c_int(THREAD_LOCAL)
     with torch.cuda.device(device):
@@ -175,7 +161,6 @@ def beside_captures(device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            # Restore the thread's earlier mode.
             exchange(ctypes.byref(mode))
 
 
@@ -185,8 +170,8 @@ class Graph:
 
     def __init__(self, start: Callable[[], None], stream: int) -> None:
         """``stream``: number of the current stream, which must not be the default stream. Raises what ``start`` raises,
-        or ``RuntimeError`` if the driver refuses. If an error in ``start`` has also invalidated the capture, the
-        ``RuntimeError`` is raised, and the error in ``start`` is its context."""
+        or ``RuntimeError`` if the driver refuses. If an error in ``start`` has also invalidated the capture, it is the
+        context of the ``RuntimeError``."""
         graph, made = ctypes.c_void_p(), ctypes.c_void_p()
         _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, THREAD_LOCAL)
         try:
@@ -201,7 +186,7 @@ class Graph:
                 _function("cuGraphDestroy", ctypes.c_void_p)(graph)
         self._launch = _function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p)
         self._made = made.value
-        # The graph is not destroyed at the process's exit, because the driver may have shut down already.
+        # At the process's exit, the driver may have shut down already.
         weakref.finalize(self, _function("cuGraphExecDestroy", ctypes.c_void_p), made).atexit = False
 
     def launch(self, stream: int) -> None:

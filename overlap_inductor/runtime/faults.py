@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``FaultRecord`` reads the faults of a group: the records of kernels that gave up, because a wait timed out. It can
-also make every waiting kernel of the group stop.
+also stop every waiting kernel of the group.
 
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
-(``runtime.board``). It also sets the abort words of all ranks that share the board. Each abort word is in the memory of
-the GPU whose waiting kernels read it (``kernels.signals`` says why). A kernel stores the words itself. A host copies
-the words on a stream that is made before the group's kernels run, and on which nothing else is launched. So the copies
-never queue behind a kernel that waits. If a host can no longer copy to any GPU, the watchdogs of its peers read the
+(``runtime.board``). It also sets the abort words of all ranks that share the board. A host copies the words on a stream
+of their own, so the copies never queue behind a kernel that waits. If a host cannot copy, the peers' watchdogs read the
 board and stop the waits on their own GPUs (``stop_waits``).
 
-The next call on every rank that shares the board raises an error. The error names the site and the rank of the first
-wait that timed out, or the rank that aborted the group.
+The next call on every rank that shares the board raises an error. It names the first wait that timed out, or the rank
+that aborted the group.
 """
 
 from __future__ import annotations
@@ -53,14 +51,10 @@ _OVER = "No result of this group is valid any more: destroy the group, or end th
 
 
 def stop_words(rank: int, board: Board, table: torch.Tensor) -> torch.Tensor:
-    """The words that follow a rank's abort word. The first is the number of abort words that a kernel must set if it
-    gives up. The others are the addresses of the rank's record, of the board and of ``table``.
+    """The words that follow a rank's abort word, int32 ``[STOP_WORDS - 1]`` (``kernels.layout``).
 
     Args:
         table: int64: addresses of abort words as this rank's GPU sees them, for all ranks or for this rank alone.
-
-    Returns:
-        int32 ``[STOP_WORDS - 1]``.
     """
     head = torch.tensor([table.numel()], dtype=torch.int32)
     addresses = torch.tensor([board.record_address(rank), board.address, table.data_ptr()])
@@ -78,19 +72,13 @@ class FaultRecord:
     """The faults of one group, from the view of this rank.
 
     Attributes:
-        group_name: the group's name, for error texts.
         ranks: global ranks of the group, in its order.
         rank: this process's index in ``ranks``.
-        board: the records of all ranks.
-        stop: int32 ``[STOP_WORDS]`` on the device, an argument of every kernel that waits: the abort word, followed by
-            ``stop_words``.
-        table: int64 on the device: the addresses of the abort words that this rank sets. These are the words of all
-            ranks, or only its own word.
+        stop: int32 ``[STOP_WORDS]`` on the device, an argument of every kernel that waits.
+        table: int64 on the device: the addresses of the abort words that this rank sets, of all ranks or only its own.
         reachable: the values of ``table``, on the host.
-        sites: names of this rank's sites, by the numbers under which kernels record them. A site has the same number on
-            all ranks.
-        told: True if the program knows that the group's results are not valid, because ``check`` has raised or
-            ``abort`` was called.
+        sites: names of this rank's sites, by the numbers under which kernels record them.
+        told: True if ``check`` has raised or ``abort`` was called.
         memory: the allocation of ``stop`` and the peers' abort words, kept alive.
     """
 
@@ -106,7 +94,7 @@ class FaultRecord:
     memory: object = None
 
     def __post_init__(self) -> None:
-        # This word is read before every call. To read an element of a tensor would take the host microseconds.
+        # This word is read before every call. Reading an element of a tensor would take microseconds.
         self._given_up = ctypes.c_int32.from_address(self.board.words.data_ptr())
         if self.stop.is_cuda:
             abort_stream(self.stop.device)
@@ -131,15 +119,14 @@ class FaultRecord:
             together: makes an attempt on every rank, and raises on all of them if it failed on one.
 
         Raises:
-            NotOnAllRanks: on all ranks, if a rank has no memory left or shares no host memory with the others (raised
-                by ``together``).
+            NotOnAllRanks: on all ranks, if a rank has no memory left or shares no host memory with the others.
         """
         memory = symmetric.allocate(layout.STOP_WORDS, torch.int32, device, group, together)
 
         def make() -> FaultRecord:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            # The exchange does not use the abort word, because from now on a rank that gives up may set it.
+            # The exchange leaves out the abort word, which a rank that gives up may set from now on.
             words = memory.local[1:]
             exchange = _Behind(words, tuple(peer[1:] for peer in memory.peers))
             board = shared_board(group.rank(), exchange, together)
@@ -151,12 +138,11 @@ class FaultRecord:
                     torch.cuda.synchronize(device)
                 return cls(group.group_name, ranks, group.rank(), board, *known, memory=memory)
 
-            # All ranks do this together, so that no rank runs a kernel before the kernels of all ranks can be stopped.
+            # Together, so that no rank runs a kernel before the kernels of all ranks can be stopped.
             found: FaultRecord = together("tell its kernels where the board is", tell)
             return found
 
-        # During a graph's first run, CUDA graph trees claim all memory that this thread allocates. So a separate thread
-        # allocates the memory here.
+        # During a graph's first run, CUDA graph trees claim all memory that this thread allocates.
         with ThreadPoolExecutor(1, "overlap_inductor shares a board") as thread:
             return thread.submit(make).result()
 
@@ -170,8 +156,7 @@ class FaultRecord:
         return number
 
     def abort(self) -> None:
-        """From now on, make every wait of the group return at once, on all ranks that share the board. The results of
-        the group's kernels are not valid any more."""
+        """Make every wait of the group return at once from now on, on all ranks that share the board."""
         self.told = True
         record = self.board.record(self.rank)
         if not record[0]:
@@ -182,7 +167,7 @@ class FaultRecord:
         self._set_abort_words(self.reachable)
 
     def stop_waits(self) -> None:
-        """From now on, make every wait of the group on this rank return at once."""
+        """Make every wait of the group on this rank return at once from now on."""
         self._set_abort_words([self.stop.data_ptr()])
 
     def _set_abort_words(self, addresses: Sequence[int]) -> None:
@@ -198,13 +183,13 @@ class FaultRecord:
                 for address in addresses:
                     copy(address, self.board.one, 4, abort_stream(device).cuda_stream)
         except RuntimeError as error:
-            # The peers still learn of the fault, because it is on the board, and their watchdogs read the board.
+            # The peers' watchdogs still read the fault from the board.
             name = self.group_name
             log.warning("overlap_inductor: the GPU cannot be told that group %r was aborted (%s)", name, error)
 
     def error(self) -> str | None:
         """The error text if a rank of the group has given up or aborted the group, else ``None``. Any thread may ask.
-        No CUDA call is made."""
+        Makes no CUDA call."""
         if not self._given_up.value:
             return None
         number, record = self._first()
@@ -233,8 +218,8 @@ class FaultRecord:
         )
 
     def _first(self) -> tuple[int, list[int]]:
-        """``(rank of the group, record)`` of the rank with the earliest record, by the clocks of the writers. If
-        several ranks have the earliest time, this rank is preferred."""
+        """``(rank of the group, record)`` of the earliest record, by the clocks of the writers. At equal times, this
+        rank is preferred."""
         records = {rank: self.board.record(rank) for rank in range(len(self.ranks))}
         given = {rank: record for rank, record in records.items() if record[0]}
         first = min(given, key=lambda rank: (int(given[rank][6:].view(torch.int64)), rank != self.rank))

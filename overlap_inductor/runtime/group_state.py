@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of the objects that belong to a process group, here called *things*. Of each *kind* of thing, a group
-has one, or one for each device.
-
-A kind has a function that makes its things, and a function that prepares a thing for being dropped::
+has one, or one for each device::
 
     STATES = Kind("record of calls", lambda owner: GroupState(owner.group, owner.incarnation))
     STATES.of(group)            # made at first use, then the same one while the group lives
 
-One rule covers groups that were destroyed. A thing belongs to a group object, not to the group's name. When a group is
-destroyed, torch calls no hook. So the group's things are dropped when the next thing of any kind is made::
+A thing belongs to a group object, not to the group's name. When a group is destroyed, torch calls no hook. So the
+group's things are dropped when the next thing of any kind is made::
 
     group "tp" made             STATES.of(tp): a new thing, incarnation 0
     group "tp" destroyed        its things are held, because its calls may still run on the GPU
@@ -16,12 +14,9 @@ destroyed, torch calls no hook. So the group's things are dropped when the next 
                                 a new thing, incarnation 1
     STATES.of(the first "tp")   OverlapError
 
-Nothing is dropped while a CUDA graph is captured, because closing a thing may wait for its GPU. Ops look their group up
-by name at every call. This look-up (``torch_compat.distributed.resolve_group``) raises as soon as the group is
-destroyed. So ``of`` does not check again whether the group of a held thing is alive.
-
-The watchdog is outside this rule. It watches a destroyed group until its last call has ended, so that a fault is
-reported even after ``destroy_process_group``.
+Nothing is dropped while a CUDA graph is captured, because closing a thing may wait for its GPU. ``of`` does not check
+whether the group of a held thing is alive. An op's look-up of its group does
+(``torch_compat.distributed.resolve_group``).
 """
 
 from __future__ import annotations
@@ -48,11 +43,9 @@ class Owner:
     """The group and device for which a thing is made.
 
     Attributes:
-        group: a live process group.
         device: the thing's device; ``None`` if a group has one thing of the kind for all devices.
-        incarnation: number of earlier groups of the same name for which this process made a thing of this kind (on this
-            device). This number is equal on all ranks if all of them make the thing for the same groups. Keys in the
-            store hold this number. Without it, a group would use the keys of an earlier group of its name.
+        incarnation: number of earlier groups of this name for which this process made a thing of this kind (on this
+            device). Keys in the store hold it, so that no group uses the keys of an earlier group.
     """
 
     group: dist.ProcessGroup
@@ -65,18 +58,17 @@ class Kind(Generic[Thing]):
 
     Args:
         name: for errors, such as ``"workspace"``.
-        make: makes the thing. ``make`` is called once for a group and device, and again if it raised. ``make`` may be a
-            collective, because the lock that is held during the call is only for this group's name and device.
-        close: called before any thing of a destroyed group is dropped, for example to wait for the group's calls. If
-            ``close`` raises, nothing is dropped, and ``close`` is called again when the next thing is made.
+        make: makes the thing. It is called once for a group and device, and again if it raised. It may be a collective.
+        close: called before any thing of a destroyed group is dropped, for example to wait for the group's calls. If it
+            raises, nothing is dropped, and it is called again when the next thing is made.
     """
 
     def __init__(self, name: str, make: Callable[[Owner], Thing], close: Callable[[Thing], None] | None = None) -> None:
         self.name, self._make, self._close = name, make, close
         self._things: dict[tuple[dist.ProcessGroup, torch.device | None], Thing] = {}
         self._incarnations: dict[tuple[str, torch.device | None], int] = {}
-        # A lock for each name and device. A single lock could deadlock: two threads may make things of two groups, and
-        # each make may be a collective. This rank may start with one group and another rank with the other group.
+        # One lock for all could deadlock. Two ranks may make things of two groups in different orders, and each make
+        # may be a collective.
         self._making: dict[tuple[str, torch.device | None], threading.Lock] = {}
 
     def of(self, group: dist.ProcessGroup, device: torch.device | None = None) -> Thing:
@@ -100,7 +92,6 @@ class Kind(Generic[Thing]):
             self._close(thing)
 
     def drop(self, owner: Owner) -> None:
-        """Remove the thing of ``owner`` from the registry."""
         self._things.pop((owner.group, owner.device), None)
 
     def _made(self, group: dist.ProcessGroup, device: torch.device | None) -> Thing:
@@ -124,21 +115,18 @@ class Kind(Generic[Thing]):
 
 
 _HELD: dict[tuple[Kind[Any], dist.ProcessGroup, torch.device | None], Owner] = {}
-"""All things of all kinds, in the order in which they were made. A thing may depend on things that were made before
-it."""
+"""All things of all kinds, in the order in which they were made. A thing may depend on earlier things."""
 
 
 def drop_destroyed() -> None:
     """Close the things of all destroyed groups, the last made first, then drop all of them. Does nothing while a CUDA
-    graph is captured on the current stream. If a kind's ``close`` raises, the error is passed on and nothing is
-    dropped."""
+    graph is captured on the current stream. If a ``close`` raises, nothing is dropped."""
     if symmetric.capturing():
         return
     left = [(key, owner) for key, owner in reversed(tuple(_HELD.items())) if not is_alive(owner.group)]
     for key, owner in left:
         key[0].close(owner)
-    # Things are dropped only when all were closed. (The ``close`` of one kind may wait for a call that uses the memory
-    # of another kind.)
+    # All are closed first: the ``close`` of one kind may wait for a call that uses the memory of another kind.
     for key, owner in left:
         key[0].drop(owner)
         _HELD.pop(key, None)

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare, between the ranks of a group, the inputs of a graph that the sequence-parallel rewrite assumes to be equal.
 
-A graph cannot show that such an input, for example a norm's weight, is the same on all ranks
-(``passes.sequence.same_values``). So each rank hashes these inputs. There are two kinds:
+A graph cannot show that such an input, for example a norm's weight, is the same on all ranks. So each rank hashes these
+inputs:
 
-- *Parameters and buffers* stay in their memory from call to call. For a graph with one group, their digests are part of
-  the plan that ranks compare before they run the graph (``ExchangePlan.inputs``). The graph has a plan for each set of
-  parameters with which it is called. (A compiled block that serves several layers has one set for each layer.) A digest
-  is taken once, when the process first sees the memory, and is not taken again after training steps. So all graphs use
-  the same digest of a parameter, whenever they are compiled.
-- *Arguments* of a call change from call to call. ``difference`` compares them in the call in which the ranks agree upon
-  a plan. It also compares the parameters of a graph with several groups, once for each set of parameters
-  (``were_compared``). The plan of such a graph cannot hold the digests, because the plan is compared in all groups. In
-  some of these groups, a parameter may rightly differ between ranks.
+- *Parameters and buffers*: their digests are part of the plan that ranks compare before they run the graph
+  (``ExchangePlan.inputs``). A digest is taken once, when the process first sees the memory, and not again after
+  training steps.
+- *Arguments* of a call: ``difference`` compares them in the call in which the ranks agree upon a plan.
+
+If a graph has several groups, ``difference`` also compares its parameters, once for each set of parameters
+(``were_compared``). The plan cannot hold their digests, because a parameter may rightly differ in one of the groups.
 
 An example of ``difference`` on three ranks::
 
@@ -61,7 +59,7 @@ _LOCK = threading.Lock()
 
 
 def difference(group: dist.ProcessGroup, inputs: Mapping[str, torch.Tensor]) -> str:
-    """Which of ``inputs`` differ between the ranks of ``group``, as text that is the same on all ranks; ``""`` if none
+    """Which of ``inputs`` differ between the ranks of ``group``, as a text that is equal on all ranks; ``""`` if none
     does. All ranks of the group call this together, with inputs of the same names."""
     if dist.get_backend(group) == "fake":
         return ""
@@ -121,7 +119,7 @@ def lasting_digest(tensor: torch.Tensor) -> str:
 
 def digest(tensor: torch.Tensor) -> str:
     """A hash of a tensor's shape, dtype and bytes, as 16 hex digits."""
-    # Copied, because a storage cannot be resized after ``numpy()``, and FSDP2 resizes the storages of its parameters.
+    # ``numpy()`` fixes the size of a storage, but FSDP2 resizes the storages of its parameters. So hash a copy.
     flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
     if flat.numel():

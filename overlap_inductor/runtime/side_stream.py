@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams, beside the current one, on which a schedule's transfers and waits run. A device needs only one stream
-for transfers and one for waits, because its calls are launched and run one after the other (``runtime.call_order``).
-"""
+"""The streams, beside the current one, on which a schedule's transfers and waits run. A device has one for transfers
+and one for waits, because its calls run one after the other (``runtime.call_order``)."""
 
 from __future__ import annotations
 
@@ -20,16 +19,15 @@ from overlap_inductor.torch_compat import symmetric
 
 
 class SideStream:
-    """Work launched inside ``with side:`` runs after the work that is already on the current stream. It runs
-    concurrently with later work on the current stream. ``join`` makes the current stream wait for the side stream.
+    """Work launched inside ``with side:`` runs after the work that is already on the current stream, and concurrently
+    with later work there. ``join`` makes the current stream wait for the side stream.
 
-    Every use ends with ``join`` before the op returns. So tensors used on the side stream may be freed on the current
-    stream. For the same reason, a CUDA graph that is captured on the current stream also holds the side stream's work.
-    Two events are enough, because a wait refers to an event's last record at the time when the wait is issued.
+    Every use ends with ``join`` before the op returns. So tensors used here may be freed on the current stream, and
+    captures of the current stream hold this work.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Higher priority, so that the few blocks of this stream's kernels are scheduled before a matmul's next blocks.
+        # Higher priority: the few blocks of this stream's kernels are scheduled before a matmul's next blocks.
         self._stream = own_stream(device, priority=-1)
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._current = self._stream
@@ -48,8 +46,7 @@ class SideStream:
 
     def join(self) -> None:
         """Make the current stream wait for everything launched here. Does nothing if the side stream was not entered
-        since the last ``join``. (In a capture, the side stream would then not be part of the capture, and CUDA would
-        refuse the wait.)"""
+        since the last ``join``. (In a capture, CUDA would refuse the wait.)"""
         if not self._used:
             return
         self._used = False
@@ -65,12 +62,11 @@ class InOrder(nullcontext[None]):
 
 
 class WaitingStream:
-    """A stream for kernels that wait. Such a kernel runs at the same time as the copies on the current stream. So the
-    kernel has often ended before the current stream reaches the copy that must follow the kernel.
+    """A stream for kernels that wait, beside the copies on the current stream. Call ``follow`` first. Then ``before``
+    makes the next work on the current stream wait for the kernel.
 
-    On one stream, a copy starts 12 us after the end of the kernel before it. A copy that waits for an event of another
-    stream starts at once if the event was reached long ago. Call ``follow`` first. Then ``before`` makes the work that
-    is launched next on the current stream wait for the kernel.
+    On one stream, a copy starts 12 us after the end of a kernel. If it waits for an event of another stream that was
+    reached long ago, it starts at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -119,8 +115,7 @@ def waiting_stream(device: torch.device) -> WaitingStream | WaitingInOrder:
 @contextlib.contextmanager
 def one_call(launch: Launch, side: SideStream | InOrder) -> Iterator[None]:
     """Encloses the launches of one call, and joins the side stream after them. If a launch fails, the group is aborted,
-    because peers wait for rows that were not sent. In a capture, the group is not aborted, because a capture runs no
-    work."""
+    because peers wait for rows that were not sent. In a capture, nothing is aborted."""
     try:
         yield
     except BaseException:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares one call of a plan among the ranks. If the plan is rejected in one group of a rank, the rank passes the
-rejection on to its other groups, in *rounds* (``agreement`` explains them). This module also finds the reasons of a
-rejection, and logs or raises them.
-"""
+"""Compares one call of a plan among the ranks, and finds, logs or raises the reasons of a rejection. A rank passes a
+rejection in one group on to its other groups, in *rounds* (``agreement`` explains them)."""
 
 from __future__ import annotations
 
@@ -41,8 +39,7 @@ class Outcome:
 
     Attributes:
         overlapped: True if every rank runs the plan with overlap.
-        difference: why not every rank runs the plan with overlap. Empty if every rank does, if this rank's plan
-            overlaps nothing, or if the reason was reported before.
+        difference: why not every rank overlaps the plan. Empty if there is nothing new to report.
         fresh: True if all ranks agreed upon this plan in this call and not in an earlier one.
     """
 
@@ -59,7 +56,7 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     """Publish this call of ``plan``, read what the other ranks published, and reach one verdict with them.
 
     Args:
-        states: the states of the plan's groups in which something moves. This call must have been counted in them.
+        states: the states of the plan's groups in which something moves. They must have counted this call.
         known: True if the plan was agreed upon before.
 
     Raises:
@@ -78,7 +75,7 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
             found.append({})
             behind[number] = _left_behind(state)
     if known and len(states) == 1 and not behind[0] and _all_equal(states[0], plan, found[0]):
-        # Such a call needs no verdict, so ranks that wait for a late rank return as soon as it publishes its value.
+        # No verdict is needed, so ranks that wait for a late rank return as soon as it publishes its value.
         states[0].newest = plan
         return YES
     here = [_of_this_call(s, plan, values) for s, values in zip(states, found, strict=True)]
@@ -104,16 +101,16 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     if (
         off
         or any(silent)
-        # A graph whose tokens are divided issues other collectives than the uncompiled model. So the absent rank, which
-        # ran the model uncompiled, has counted other collectives, and its places differ from now on.
+        # A graph that divides tokens issues other collectives than the uncompiled model. So the absent rank's places
+        # differ from now on.
         or (absent and any(c.endswith(" tokens") for c in plan.collectives))
         or any(s.apart or _astray(s, plan, values) for s, values in zip(states, here, strict=True))
         or any(p.collectives != plan.collectives for plans in texts for p in plans.values())
     ):
         verdict = (APART, verdict[1])
     places = [_places(s, plan, values) for s, values in zip(states, here, strict=True)]
-    # If ranks count differently or a rank is absent, the ranks exchange verdicts even for a known plan. Without
-    # verdicts, two ranks could decide differently: one has stopped waiting for a late rank, the other sees it join.
+    # Without verdicts, two ranks could decide differently about a late rank: one stopped waiting, the other saw it
+    # join.
     uneven = bool(absent) or any(
         p != call_board.value(s, plan) for s, others in zip(states, places, strict=True) for p in others
     )
@@ -155,8 +152,8 @@ def _share_pages(
     begun: float,
     limit: float,
 ) -> None:
-    """Make the pages of the agreed plan's groups, and *tie* the plan if each of these groups has a page on all ranks
-    that the groups connect. A tied plan is compared at every call. All these ranks call this together."""
+    """Make the pages of the agreed plan's groups. All ranks that the groups connect call this together. If each group
+    has a page on all these ranks, *tie* the plan: it is compared at every call."""
     for state in sorted(states, key=lambda s: plan.alias(s.group.group_name)):
         state.share_page()
     verdict = (EQUAL if all(s.page is not None for s in states) else DIFFERENT, "")
@@ -169,8 +166,8 @@ def _share_pages(
 
 
 def _left_behind(state: GroupState) -> str:
-    """The text of the difference if a rank of the group is ``CALLS`` or more calls ahead. Such a rank does not wait for
-    the others. So it either overlaps nothing, or runs plans that are not compared again (``GroupState.unasked``).
+    """The text of the difference if a rank of the group is ``CALLS`` or more calls ahead. Such a rank overlaps nothing,
+    or runs plans that are not compared again (``GroupState.unasked``).
 
     Raises:
         AgreementError: the group has plans that are not compared again.
@@ -192,8 +189,8 @@ def _check_reachable(
     plans: Mapping[int, ExchangePlan],
     missing: Sequence[int],
 ) -> None:
-    """Raise ``AgreementError`` if the ranks can neither all overlap nor all run the plain program. This is so if
-    versions differ, or if a rank may be inside the transfers of an agreed plan."""
+    """Raise ``AgreementError`` if the ranks can neither all overlap nor all run the plain program. Either their
+    versions differ, or a rank may be inside the transfers of an agreed plan."""
     group, mine = state.group, dist.get_rank()
     odd = {global_rank(group, r): p for r, p in plans.items() if p.version != plan.version}
     if odd:
@@ -215,8 +212,8 @@ def _check_reachable(
             " the other ranks' (TORCH_LOGS=recompiles names them), or switch overlap off on all ranks"
             " (OVERLAP_INDUCTOR=off)."
         )
-    # If this rank has skipped a call (``MOVED``), it waits for ranks that ran their plain programs in the skipped call.
-    # So those ranks are not inside the transfers of an agreed plan.
+    # If this rank has skipped a call (``MOVED``), the missing ranks ran their plain programs in it. So they are not
+    # inside the transfers of an agreed plan.
     if missing and state.newest is not None and state.mark != MOVED:
         ranks = ", ".join(str(global_rank(group, r)) for r in missing)
         raise AgreementError(
@@ -234,7 +231,7 @@ def _difference(
     missing: Sequence[int],
     values: Mapping[int, str],
 ) -> str:
-    """A text that says how this rank and the group's other ranks differ. ``""`` if they do not differ."""
+    """How this rank and the group's other ranks differ, as a text. ``""`` if they do not differ."""
     parts = [state.apart, difference(plan, {global_rank(state.group, r): p for r, p in plans.items()})]
     if missing:
         ranks = ", ".join(str(global_rank(state.group, r)) for r in missing)
@@ -261,9 +258,7 @@ def _difference(
 
 
 def _astray(state: GroupState, plan: ExchangePlan, values: Mapping[int, str]) -> dict[int, int]:
-    """``{rank: place of its call}``, for the ranks whose call cannot be matched with this rank's call. Either the two
-    calls have some, but not all, of their collectives in common, or the other rank's call ended before this rank's call
-    began."""
+    """``{rank: place of its call}``, for the ranks whose call cannot be matched with this rank's call."""
     return {
         r: CallPlace.parsed(v).place
         for r, v in values.items()
@@ -282,8 +277,7 @@ def one_round(
     kind: str = "",
 ) -> tuple[str, str]:
     """Publish ``verdict``, and read the verdicts of those ranks of this rank's groups that run the same plan in the
-    same call. Return the worst of all these verdicts, with its reason. If a rank knows of a rejection before a round,
-    the ranks with which it shares a group know of the rejection after the round.
+    same call. Return the worst of all these verdicts, with its reason.
 
     Args:
         found: for each group, the values that its ranks published for this call.
@@ -323,11 +317,10 @@ def _rejected(
 ) -> Outcome:
     """Store and log once that the ranks differ, and return the outcome. Raises ``StrictError`` in mode ``strict``."""
     why = verdict[1]
-    # If overlap was already disabled for a group, the rank that found the reason has logged it.
+    # If overlap was already disabled for a group, another rank has logged why.
     told = any(s.apart for s in states)
     for state, plans in zip(states, texts, strict=True):
-        # A plan that was agreed upon before is not rejected permanently, because all ranks may run it again at the next
-        # call. A plan that a rank ran uncompiled once is compared again, too.
+        # A plan is compared again if it was agreed upon before, or if a rank ran it uncompiled once.
         seen = {plan.digest, *(p.digest for p in plans.values())} if verdict[0] != ONCE else set()
         for digest in seen - state.agreed:
             state.rejected.setdefault(digest, why)
@@ -360,15 +353,14 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
     Raises:
         StrictError: another rank overlaps its graph, and ``strict`` is True.
-        AgreementError: ``strict`` is False, and a rank may be inside the transfers of an agreed plan, or runs another
-            version.
+        AgreementError: ``strict`` is False, and a rank has another version, or may be inside an agreed plan's
+            transfers.
     """
     for state in states:
         try:
             values = call_board.values(state, plan, time.monotonic() + seconds_to_wait(state.group, plan, known=False))
         except Overwritten:
-            # A rank that is ``CALLS`` or more calls ahead has not waited for this rank. So it is not inside transfers
-            # with this rank.
+            # A rank that is ``CALLS`` or more calls ahead is not inside transfers with this rank.
             continue
         plans = call_board.plans(state, values, plan)
         others = {global_rank(state.group, r): p for r, p in plans.items() if p.overlaps}
@@ -383,8 +375,7 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
 
 
 def seconds_to_wait(group: dist.ProcessGroup, plan: ExchangePlan, known: bool) -> float:
-    """Seconds to wait for the other ranks. For a known plan: the group's timeout. For a new plan: the configuration's
-    ``agreement_timeout``, but at most half of the group's timeout. So the collectives of peers do not time out
-    first."""
+    """Seconds to wait for the other ranks. For a known plan: the group's timeout. For a new plan:
+    ``agreement_timeout``, but at most half of the group's timeout, so that peers' collectives do not time out first."""
     longest = call_board.timeout(group)
     return longest if known else min(float(plan.config.get("agreement_timeout", DEFAULT_TIMEOUT)), longest / 2)

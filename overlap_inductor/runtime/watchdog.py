@@ -1,31 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog: a daemon thread that reads the fault records of the process's groups. So a fault is reported even if no
-overlap op follows.
+"""The watchdog: a daemon thread that reads the fault records of the process's groups. It reports a fault even if no
+later overlap call raises it (``FaultRecord.check``).
 
-The next overlap call raises a fault by itself (``FaultRecord.check``). But some programs never make another overlap
-call. A program may only replay a CUDA graph, or the call that failed may be its last one. Or the program may be stuck
-elsewhere (in a collective whose peer is gone, in a stream wait). A fault is handled in this order:
+A program was *told* of a fault if ``check`` has raised the error, or if this rank has aborted the group. A fault is
+handled in this order:
 
 1. Within ``POLL_SECONDS``, the watchdog of every rank that maps the fault's board (``runtime.board``) stops the group's
-   waits on its own GPU. The rank that gave up may not have been able to stop these waits itself. The watchdog logs the
-   error if the program was not *told* of it. (Nothing else has to be stopped: in a call that uses the group's
-   workspace, only kernels wait for peers, and a clock bounds each wait.)
-2. A program that was told is not ended. It was told if ``check`` has raised the error to it, or if this rank has
-   aborted the group itself. A program that has destroyed the group also goes on, because it can start nothing more in
-   the group. The destroyed group is watched until the calls that the program had started have ended. It is watched
-   longer if there is a fault of which the program was not told.
+   waits on its own GPU. It logs the error if the program was not told.
+2. If the program was told, or has destroyed the group, it goes on. A destroyed group is watched until its calls have
+   ended, and longer if the program was not told of a fault.
 3. Any other program is ended by SIGABRT, ``GRACE_SECONDS`` after the fault was seen. The error and the stacks of all
-   threads are written to standard error. ProcessGroupNCCL's watchdog ends a process in the same way on a timeout
-   (``TORCH_NCCL_ASYNC_ERROR_HANDLING=3``, its default).
-4. A program that ends without having been told gets exit status 1, because it may have used results of a kernel that
-   gave up. It does not matter whether the program has destroyed the group. (This module's exit hook ends such a
-   process at once, so exit hooks that were registered earlier do not run.) A fault may even come at the program's end,
-   while calls are in flight. These calls have ``EXIT_SECONDS`` to end. If they still wait for their peers after that,
-   the program also gets exit status 1.
+   threads are written to standard error.
+4. A program that ends without having been told gets exit status 1, because it may have used wrong results. Its exit
+   status is also 1 if calls are still in flight ``EXIT_SECONDS`` after its end. The exit hook ends such a process at
+   once, so exit hooks that were registered earlier do not run.
 
-Without a fault, each check by the watchdog reads one word of the host's memory for each group. It makes only one kind
-of CUDA call: an event query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches
-nothing, because it cannot use the GPU. The watchdog cannot run while another thread blocks and holds Python's lock.
+Without a fault, each check reads one word of the host's memory for each group. The only kind of CUDA call is an event
+query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches nothing, because it
+cannot use the GPU. The watchdog cannot run while another thread blocks and holds Python's lock.
 """
 
 from __future__ import annotations
@@ -44,8 +36,8 @@ from typing import Protocol
 log = logging.getLogger("overlap_inductor")
 
 GRACE_SECONDS = 60.0
-"""Seconds between the time when the watchdog sees a fault and the end of the program. A program that was told of the
-fault, or has destroyed the group, is not ended. With ``math.inf`` a running program is never ended."""
+"""Seconds between the time when the watchdog sees a fault and the end of the program. With ``math.inf`` a running
+program is never ended."""
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 10.0
 """Seconds that a program's end waits for calls in flight."""
@@ -68,7 +60,7 @@ class _Watch:
     seen: float | None = None
 
     def ended(self) -> bool:
-        """Whether no call is in flight. False if CUDA has failed, because the state of the calls is then not known."""
+        """Whether no call is in flight. False if CUDA has failed, because the state of the calls is then unknown."""
         try:
             return not self.in_flight()
         except RuntimeError:
@@ -84,18 +76,13 @@ def end_process(message: str) -> None:
     """Write ``message`` and the stacks of all threads to standard error, and end the process by SIGABRT."""
     os.write(2, f"{message}\n".encode())
     faulthandler.dump_traceback(2)
-    # Switch faulthandler off. Otherwise it would write the stacks again when the signal arrives.
+    # Otherwise faulthandler would write the stacks again when the signal arrives.
     faulthandler.disable()
     os.abort()
 
 
 class Watchdog:
-    """Watches fault records. The module's docstring says what it does about a fault.
-
-    Args:
-        end: ends the process with a message.
-        clock: returns seconds, for the grace period.
-    """
+    """Watches fault records. The module's docstring says what it does about a fault."""
 
     def __init__(self, end: Callable[[str], None] = end_process, clock: Callable[[], float] = time.monotonic) -> None:
         self._end = end
@@ -106,13 +93,12 @@ class Watchdog:
         self._closed = threading.Event()
 
     def watch(self, faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
-        """Watch ``faults`` as long as its group is ``alive``. After that, watch until no call is ``in_flight`` on the
-        group's device. If there is a fault then, watch until the program was told of it.
+        """Watch ``faults`` as long as its group is ``alive``. After that, watch until no call is ``in_flight``. If
+        there is a fault then, watch until the program was told of it.
 
         Args:
             alive: returns True while the group is not destroyed.
-            in_flight: returns True while calls run on the group's device. It may raise ``RuntimeError`` if CUDA
-                failed.
+            in_flight: returns True while calls run on the group's device. It may raise ``RuntimeError`` if CUDA failed.
         """
         with self._lock:
             self._watches.append(_Watch(faults, alive, in_flight))
@@ -126,10 +112,8 @@ class Watchdog:
                 self._thread.start()
 
     def look(self) -> None:
-        """Check every record once."""
         for watch in tuple(self._watches):
-            # The record is read after ``alive``. So if the group was destroyed, all faults from before its destruction
-            # are in the record.
+            # Read after ``alive``, so the record of a destroyed group holds all faults from before its destruction.
             alive, error = watch.alive(), watch.faults.error()
             if error is not None and watch.seen is None:
                 self._found(watch, error, alive)
@@ -143,10 +127,10 @@ class Watchdog:
 
     def close(self) -> list[str]:
         """Stop watching, and wait up to ``EXIT_SECONDS`` for calls in flight. Returns the errors of all faults of which
-        the program was not told, also those of destroyed groups. One more error says if calls are still in flight."""
+        the program was not told, and an error if calls are still in flight."""
         self._closed.set()
         if self._thread is not None:
-            # The thread may be in the middle of a check, and must not go on while the interpreter ends.
+            # The thread must not be in the middle of a check while the interpreter ends.
             self._thread.join(5.0)
         deadline = time.monotonic() + EXIT_SECONDS
         while (
@@ -185,10 +169,10 @@ class Watchdog:
 
     def _left(self, watch: _Watch, error: str | None) -> None:
         """Forget a destroyed group if its calls have ended without a fault, or if the program was told of the fault.
-        Otherwise keep it.
 
-        If a call gives up or is stopped, it ends only after its fault is on the board. So the board is read again once
-        all calls have ended. A fault that a peer records later does not affect this rank's results."""
+        A call that gives up or is stopped ends only after its fault is on the board. So the board is read again once
+        all calls have ended.
+        """
         watch.alive = _destroyed
         if watch.faults.told or error is None and watch.ended() and watch.faults.error() is None:
             with self._lock:
@@ -203,7 +187,7 @@ _WATCHDOG = Watchdog()
 
 
 def watch(faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
-    """Let the process's watchdog watch a group's fault record. See ``Watchdog.watch``."""
+    """See ``Watchdog.watch``."""
     _WATCHDOG.watch(faults, alive, in_flight)
     _WATCHDOG.start()
 

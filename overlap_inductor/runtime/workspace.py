@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupWorkspace`` holds the objects that the sites of one process group share on this rank. They are the group's
-arena, fault record and patience (the time after which a kernel's wait for a peer times out).
+"""``GroupWorkspace`` holds the objects that the sites of one process group share on this rank: the group's arena, fault
+record and patience.
 
-All ranks of the group make a workspace together, because allocating symmetric memory is a collective. This happens at
-the first run of a graph that needs the workspace, after the ranks have agreed on the plan. The workspace lives as long
-as the group (``runtime.group_state``). Calls of a rank run one after the other on its GPU, on any streams and from any
-threads (``runtime.call_order``).
+All ranks of the group make a workspace together, at the first run of a graph that needs it. (Allocating symmetric
+memory is a collective.) The workspace lives as long as the group (``runtime.group_state``).
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ log = logging.getLogger("overlap_inductor")
 MOST_PREPARED = 64
 """The largest number of prepared kernels that a site keeps."""
 MOST_KNOWN = 2**14
-"""The largest number of calls that a group remembers, over all its sites. A step of a large model has hundreds of
-calls, and each token count has calls of its own. Each remembered call takes half a KiB."""
+"""The largest number of calls that a group remembers, over all its sites. Each takes half a KiB."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +53,13 @@ class Launch:
     """The values that a site's kernels need besides their operands.
 
     Attributes:
-        rank: this process's rank in the group.
-        world_size: number of ranks of the group.
-        slot: the site's slot.
-        faults: the group's fault record.
         site: the site's number in ``faults``.
         patience_ns: how long a kernel waits for a peer, ns.
         prepared: kernels that are ready to be launched, by the caller's key.
-        kept: objects that must live as long as this one, such as device memory that kernels read, by the caller's key.
-        seen: for each call that was seen once, the allocations that its copies read and write, and whether the call may
-            be captured (``runtime.replay``).
-        replays: for each call that was captured, the allocations that its copies read and write, and the function that
-            launches the graph.
+        kept: objects that must live as long as this one, by the caller's key.
+        seen: for each call that was seen once, its copies' allocations, and whether it may be captured
+            (``runtime.replay``).
+        replays: for each captured call, its copies' allocations, and the function that launches the graph.
     """
 
     rank: int
@@ -82,8 +74,7 @@ class Launch:
     replays: dict[Any, tuple[tuple[int, ...], Callable[[], None]]] = field(default_factory=dict, compare=False)
 
     def check_room(self, nbytes: int, signals: int, protocol: str = CREDITS) -> None:
-        """Raise ``UnsupportedError`` if the slot is smaller than what a call needs, or is used with another
-        protocol."""
+        """Raise ``UnsupportedError`` if the slot is too small for a call, or is used with another protocol."""
         slot = self.slot
         if nbytes > slot.nbytes or signals > slot.signals or protocol != slot.protocol:
             raise UnsupportedError(
@@ -92,8 +83,7 @@ class Launch:
             )
 
     def remember(self, key: Any, kernel: Any) -> None:
-        """Keep a prepared kernel. If there are ``MOST_PREPARED`` already, drop them first. Only sites whose sizes
-        change from call to call reach this number."""
+        """Keep a prepared kernel. If there are already ``MOST_PREPARED``, drop them first."""
         if len(self.prepared) >= MOST_PREPARED:
             self.prepared.clear()
         self.prepared[key] = kernel
@@ -108,12 +98,10 @@ class GroupWorkspace:
     """One group's workspace on one device.
 
     Attributes:
-        arena: the group's slots on the device.
-        faults: the group's fault record.
         patience_ns: how long a kernel waits for a peer, ns: the group's timeout.
         blocks: the number of SMs of the device.
-        without_room: sites of plans whose workspace would have exceeded the limit. They run without overlap. But if an
-            earlier plan gave a site a slot that suffices, the site uses this slot.
+        without_room: sites of plans whose workspace would have exceeded the limit. Such a site runs without overlap,
+            unless an earlier plan gave it a slot that suffices.
         prepared: requests of plans that ``prepare`` has handled, as JSON texts.
     """
 
@@ -129,17 +117,13 @@ class GroupWorkspace:
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def known(self, call: Hashable, make: Callable[[], Known | None]) -> Known | None:
-        """Return what ``make`` made for ``call``. Any thread may ask.
+        """Return what ``make`` made for ``call``. Any thread may ask. Results are dropped when a plan is prepared, or
+        when there are ``MOST_KNOWN``.
 
         Args:
             call: everything on which the result depends.
-            make: makes a launch and the other values that the op needs, or returns ``None`` if no kernel supports the
-                call. ``make`` is called if no result is remembered. So if several threads ask for a new call at the
-                same time, each may call ``make``. Results are dropped when a plan is prepared, or when there are
-                ``MOST_KNOWN`` of them.
-
-        Raises:
-            Exception: what ``make`` raises.
+            make: makes a launch and what else the op needs, or returns ``None`` if no kernel supports the call. Several
+                threads may call it for one ``call``. Its errors are passed on.
         """
         found = self._known.get(call, _UNKNOWN)
         if found is _UNKNOWN:
@@ -163,7 +147,7 @@ class GroupWorkspace:
         request = Request(site, nbytes, signals, protocol)
         key = (request.site, request.protocol)
         if not self.arena.holds(request) and (site in self.without_room or self.arena.knows(*key)):
-            # The site has no slot because there was no room, or this call is larger than planned.
+            # There was no room for a slot, or this call is larger than planned.
             return None
         slot, made = self.arena.slot(*key), self._launches.get(key)
         if made is None or made.slot is not slot:
@@ -174,8 +158,8 @@ class GroupWorkspace:
         return made
 
     def prepare(self, requests: Sequence[Request], limit: int) -> None:
-        """Give every site of a plan its slot. If new and earlier slots together exceed the limit of some rank, none
-        of these sites gets a new slot on any rank (``without_room``). All ranks of the group call this together.
+        """Give every site of a plan its slot. If all slots together exceed the limit of some rank, none of these sites
+        gets a new slot on any rank (``without_room``). All ranks of the group call this together.
 
         Args:
             requests: the requests of the plan's sites, in the plan's order, equal on all ranks.
@@ -199,13 +183,12 @@ class GroupWorkspace:
                 "overlap_inductor: %d sites of group %r run without overlap: %s Raise the limit to overlap them.",
                 len(requests), self.group.group_name, full,
             )  # fmt: skip
-        # A site may have another slot now, so remembered launches are dropped.
+        # A site may have another slot now.
         self._known.clear()
 
     def _why_no_room(self, missing: int, limit: int) -> NotOnAllRanks | None:
         """Why the group has no room for ``missing`` more bytes, or ``None``. All ranks decide together, because their
-        limits may differ. If each rank decided alone, a kernel of one rank could wait, until its timeout, for peers
-        that run the plain collective."""
+        limits may differ. Otherwise a kernel could wait for peers that run the plain collective."""
         if not missing:
             return None
 
@@ -280,10 +263,8 @@ def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symm
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> str | None:
-    """Give every site of a plan its slot, once. All ranks of the group call this together.
-
-    If the slots do not fit under some rank's ``limit``, all sites of the plan run without overlap on all ranks, and the
-    log says so.
+    """``GroupWorkspace.prepare``, once for each plan. If there is no room, the plan's sites run without overlap on all
+    ranks, and the log says so.
 
     Args:
         requests: JSON text, ``[[site, bytes, signals], ...]`` in the plan's order, equal on all ranks. A site whose
@@ -291,10 +272,7 @@ def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit
         limit: bytes that all slots of the group may take on this rank.
 
     Returns:
-        ``None`` if every site has its slot, or if the slots do not fit under a ``limit``. If a rank failed to allocate
-        or map memory: a text that names the rank and what it failed to do. The text is the same on every rank, and no
-        rank has new slots. So all ranks make the same decision: run without overlap, or call again
-        later.
+        ``None``. If a rank failed to allocate or map memory: a text that says so, equal on all ranks.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read an all-to-all: which part each rank gets, and which dims of its input and of its result are divided among ranks.
+"""Read an all-to-all: which part each rank gets, and which dims are divided among ranks.
 
-Input and result hold the same atoms (``sites.layouts``). ``R`` is the rank atom. In the input it counts the ranks that
-receive, in the result the ranks that sent::
+Input and result hold the same atoms (``sites.layouts``). The rank atom ``R`` counts the receivers in the input, and the
+senders in the result::
 
     all_to_all_single(x [R c, h])                     [R c] [h]      ->  [R c] [h]
     shard_dim_alltoall(x [a, R b], gather 0, shard 1)  [a] [R b]     ->  [R a] [b]
 
-If the parts are not known to be equal, the rank atom counts rows (``Atom.uneven``). The input and the result then each
-have a rank atom of their own.
+If the parts may differ in size, input and result have different rank atoms, which count rows (``Atom.uneven``).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def refusal(collective: CollectiveNode) -> Reason | None:
 
 
 def unequal(collective: CollectiveNode) -> Reason | None:
-    """Why the ranks do not get equal parts of the input, or ``None`` if they do."""
+    """Why the ranks get unequal parts of the input, or ``None``."""
     if not is_uneven(collective):
         return refusal(collective)
     text = f"{collective.node.name} {Splits.of(collective.node)}; expected equal parts"
@@ -56,8 +55,7 @@ def unequal(collective: CollectiveNode) -> Reason | None:
 
 @dataclass(frozen=True)
 class Splits:
-    """The numbers of rows that this rank sends to each rank and receives from each rank: ints, or nodes of the
-    graph."""
+    """The numbers of rows that this rank sends to and receives from each rank: ints, or nodes of the graph."""
 
     sent: list[Any]
     received: list[Any]
@@ -73,8 +71,8 @@ class Splits:
 
 
 def write_row_counts(collective: CollectiveNode) -> None:
-    """Replace each node that reads how many rows the collective's result has. The new node sums the sizes of the
-    received parts. So no node needs the result for its size, and the collective can be moved down or erased."""
+    """Replace each read of the result's number of rows by a sum of the received parts' sizes. Then the collective can
+    be moved down or erased."""
     if changes_shards(collective.node):
         return
     received = Splits.of(collective.node).received
@@ -88,7 +86,7 @@ def write_row_counts(collective: CollectiveNode) -> None:
 
 
 def is_uneven(collective: CollectiveNode) -> bool:
-    """Whether the ranks' parts are not known to be equal, so that their sizes are read when the graph runs."""
+    """Whether the ranks' parts are not known to be equal."""
     node, ranks = collective.node, collective.world_size
     if changes_shards(node):
         return False
@@ -120,9 +118,8 @@ def layouts_of(collective: CollectiveNode) -> tuple[Layout, Layout]:
 
 
 def _by_ranks(collective: CollectiveNode) -> Layout:
-    """The layout of an input whose dim 0 is cut into equal parts. If the input is a flattened tensor ``[R, ...]`` of
-    symbolic size, the layout has the atoms of that tensor. Without these atoms, a rank's part would be one run of
-    symbolic size, which no reshape can split."""
+    """The layout of an input whose dim 0 is cut into equal parts. A flattened ``[R, ...]`` keeps its atoms, because no
+    reshape can split a run of symbolic size."""
     shape, ranks, source = tools.shape(collective.input), collective.world_size, collective.input
     known = all(isinstance(size, int) for size in shape)
     while not known and (tools.is_reshape(source) or source.target in tools.SAME):

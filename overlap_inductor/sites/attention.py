@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AttentionNode`` presents PyTorch's scaled dot-product attention as a matmul. The contracted dim (K) counts the
-keys.
+"""``AttentionNode`` presents scaled dot-product attention as a matmul. Its contracted dim (K) counts keys.
 
 ::
 
@@ -27,21 +26,18 @@ from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 KEYS = 2
-"""The dim of key and value that counts the keys."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of attention op that can be computed for a part of the keys. Its first two results are the output and the
-    log-sum-exp.
+    """An attention op that can run on a part of the keys. Its first two results are the output and the log-sum-exp.
 
     Attributes:
-        mask: the name of the argument that is added to the scores. ``None`` if there is no such argument, or if the op
-            of a piece must not get it.
-        mask_dims: the fewest dims that a mask may have: 2 (queries and keys), or 4 (with batch and heads).
-        mask_block: if a piece has a mask, its number of keys is a multiple of this number.
-        unread: the name of an argument that must not be given.
-        asks_for_sums: whether the op computes the log-sum-exp only if ``compute_log_sumexp`` is set.
+        mask: the argument that is added to the scores, or ``None`` if pieces cannot have one.
+        mask_dims: the fewest dims of a mask: 2 (queries and keys), or 4 (with batch and heads).
+        mask_block: a piece with a mask has a multiple of this number of keys.
+        unread: an argument that must not be given.
+        asks_for_sums: whether the op needs ``compute_log_sumexp`` for the log-sum-exp.
         hidden_is_zero: whether a query that sees no key gets 0. If not, its output is not defined.
     """
 
@@ -65,8 +61,6 @@ _KNOWN = {*_CUT, aten._scaled_dot_product_fused_attention_overrideable.default}
 
 @dataclass(frozen=True)
 class AttentionNode(MatmulNode):
-    """An attention op. Its operands are read from ``node`` at each access, like the operands of a matmul."""
-
     @property
     def lhs(self) -> fx.Node:
         return self._operand("query")
@@ -81,34 +75,30 @@ class AttentionNode(MatmulNode):
 
     @property
     def mask(self) -> fx.Node | None:
-        """The tensor that is added to the scores. It is ``-inf`` for a key that a query does not see."""
+        """The tensor that is added to the scores: ``-inf`` for a key that a query does not see."""
         name = _CUT[self.node.target].mask
         found: fx.Node | None = None if name is None else operators.argument(self.node, name)
         return found
 
     @property
     def is_causal(self) -> bool:
-        """Whether query ``i`` sees only the keys 0 to ``i``. Both are counted from 0, however many keys there are."""
+        """Whether query ``i`` sees only the keys 0 to ``i``."""
         return bool(operators.argument(self.node, "is_causal"))
 
     @property
     def hides_keys(self) -> bool:
-        """Whether some keys can be hidden from a query."""
         return self.is_causal or self.mask is not None
 
     @property
     def mask_block(self) -> int:
-        """If a piece has a mask, its number of keys is a multiple of this number."""
         return _CUT[self.node.target].mask_block
 
     @property
     def mask_dims(self) -> int:
-        """The fewest dims that a mask may have: 2 (queries and keys), or 4 (with batch and heads)."""
         return _CUT[self.node.target].mask_dims
 
     @property
     def hidden_is_zero(self) -> bool:
-        """Whether the op returns 0 for a query that sees no key. If not, it may return any value."""
         return _CUT[self.node.target].hidden_is_zero
 
     @property
@@ -122,7 +112,7 @@ class AttentionNode(MatmulNode):
         return batch, queries, tools.shape(self.rhs)[KEYS], width, tools.shape(self.value)[-1]
 
     def results(self) -> dict[fx.Node, int]:
-        """For each node that takes one of the op's results: the number of the result. 0 is the output."""
+        """The nodes that take the op's results, each with the number of its result. 0 is the output."""
         return {user: user.args[1] for user in self.node.users if user.target is getitem}
 
     def refusal(self) -> str | None:
@@ -155,17 +145,15 @@ class AttentionNode(MatmulNode):
 
 
 def parse(node: fx.Node) -> AttentionNode | None:
-    """``node`` as attention, or ``None``."""
     return AttentionNode(node, "attention") if node.op == "call_function" and node.target in _KNOWN else None
 
 
 def readers(sources: Iterable[fx.Node], follows: Callable[[fx.Node], bool], steps: int) -> Iterator[AttentionNode]:
-    """The attention ops whose keys or values come from ``sources``, nearest first. Fewer than ``steps`` nodes
-    stand between a source and the op, and ``follows`` is true for each of these nodes. An op may be yielded twice: for
-    its keys and for its values.
+    """The attention ops whose keys or values come from ``sources``, nearest first.
 
-    An op is left out if nothing reads its results. (A graph may keep such an op, because CUDA's attention ops count as
-    impure.)"""
+    Fewer than ``steps`` nodes stand in between, all with ``follows``. An op may be yielded for its keys and again for
+    its values. Ops whose results are not read are skipped.
+    """
     frontier = [*sources]
     seen = {*frontier}
     for _ in range(steps):
@@ -185,8 +173,8 @@ def readers(sources: Iterable[fx.Node], follows: Callable[[fx.Node], bool], step
 def arguments_of_piece(
     attention: AttentionNode, key: fx.Node, value: fx.Node, mask: fx.Node | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, positional and by keyword, of an op that attends to a part of the keys: ``key`` and ``value``.
-    ``mask`` is added to the scores of this part."""
+    """The positional and keyword arguments of an op on a part of the keys and values. ``mask`` is added to their
+    scores."""
     values: dict[str, Any] = {"key": key, "value": value}
     kind = _CUT[attention.node.target]
     if mask is not None and kind.mask is not None:

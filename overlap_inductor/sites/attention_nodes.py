@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AttentionNodes``: the nodes of ``all-gathers of keys and values -> attention``. One gather may move both
-keys and values."""
+"""``AttentionNodes``: all-gathers of keys and values -> attention. One gather may move both keys and values."""
 
 from __future__ import annotations
 
@@ -38,9 +37,8 @@ class GatheredOperand:
 
     Attributes:
         raw: layout of the gathered tensor.
-        cuts: in order, the cuts that take the operand from each rank's shard. Empty if the operand is the whole shard.
-        layout: layout of the attention's operand. Its atoms are those of ``raw``, with each cut atom replaced by what
-            is left of it.
+        cuts: in order, the cuts that take the operand from each rank's shard.
+        layout: layout of the attention's operand: the atoms of ``raw``, each cut atom replaced by what is left of it.
     """
 
     collective: CollectiveNode
@@ -83,8 +81,7 @@ class AttentionNodes(SiteNodes):
         return self.attention.sizes[1]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The two matmuls of attention, described as one. The matmul of the scores contracts the width of a key, and
-        the matmul of the output contracts the keys."""
+        """The two matmuls of attention as one. The scores contract a key's width, and the output contracts the keys."""
         batch, queries, keys, width, columns = self.attention.sizes
         causal = self.attention.is_causal
         return [MatmulSizes(batch, queries, width + columns, keys, own="M", causal=causal)]
@@ -100,7 +97,6 @@ class AttentionNodes(SiteNodes):
         )
 
     def between(self) -> set[fx.Node]:
-        """The nodes between the waits and the attention."""
         found: set[fx.Node] = set()
         for operand, node in ((self.key, self.attention.rhs), (self.value, self.attention.value)):
             known: dict[fx.Node, bool] = {}
@@ -118,8 +114,8 @@ class AttentionNodes(SiteNodes):
         return [*sorted(self.between()), *(place.hoisted if place is not None else ())]
 
     def places(self) -> list[Placement]:
-        """One place is at the later gather, another at the first use of the site's results. The place at the gather is
-        left out if a node outside the site reads the earlier gather's result before the later gather."""
+        """At the later gather, and at the first use of the site's results. If the first use comes before the later
+        gather, only the second place."""
         members = self._members()
         first_use = min({user for member in members for user in member.users} - members)
         later = self.collectives[-1].node
@@ -139,12 +135,11 @@ class AttentionNodes(SiteNodes):
         return True
 
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-        # CUDA's attention ops count as impure, because they can drop weights at random. So the rewrite erases them
-        # only if they are named here.
+        # CUDA's attention ops count as impure, so the rewrite erases them only if they are named here.
         return {self.attention.node, *self.attention.results()}
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
-        """Does nothing: the operands are read from the arguments of attention and collectives."""
+        """Does nothing: operands are read from the arguments of attention and collectives."""
 
     def cut(self) -> tuple[list[Size], str] | None:
         return None

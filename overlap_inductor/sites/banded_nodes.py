@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``BandedNodes``: the nodes of ``matmul -> row-wise ops -> all-to-all`` that is computed in bands of tokens.
+"""``BandedNodes``: the nodes of ``matmul -> row-wise ops -> all-to-all``, computed in bands of tokens.
 
-Row-wise ops (``sites.row_wise``) such as a norm of each head or of a whole row, and a rotary embedding, may need all
-columns of a row. So a piece is not a rank's slice but a *band*: some rows of the matmul, with all of their columns. A
-band holds a part of every rank's slice.
+Row-wise ops (``sites.row_wise``), such as a norm, may need all columns of a row. So a piece is a *band*: some rows of
+the matmul with all columns. It holds a part of every rank's slice.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ class BandedNodes(SentNodes):
     """matmul -> views and row-wise ops -> all-to-all.
 
     Attributes:
-        layouts: the layouts of the matmul's result and of all nodes between it and the all-to-all. The matmul's rows
-            begin with a rank atom of size 1, which marks the dim that is cut (``sites.row_wise``).
-        receivers: the atom of the all-to-all's input that counts the ranks that receive.
+        layouts: the layouts of the nodes from the matmul to the all-to-all. A rank atom of size 1 marks the rows.
+        receivers: the atom of the all-to-all's input that counts the receiving ranks.
         band: the atom of the matmul's rows along which bands are cut.
         slice: the atoms of a rank's slice, in the order of the all-to-all's input.
-        kept: the nodes in ``layouts`` that nodes behind the all-to-all read, e.g. because the backward needs them.
+        kept: the nodes in ``layouts`` that nodes behind the all-to-all also read.
     """
 
     receivers: Atom = field(kw_only=True)
@@ -60,7 +58,7 @@ class BandedNodes(SentNodes):
 
     @property
     def in_bands(self) -> Layout:
-        """The layout of a band as it is sent: one part of each rank's slice. Each part is one run of elements."""
+        """The layout of a band as it is sent: one run of elements of each rank's slice."""
         others = [a for a in self.slice if a is not self.band]
         return Layout(((self.receivers,), (self.band, *others)))
 

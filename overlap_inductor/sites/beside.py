@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the reason why a collective leads to no site, if the finders gave no reason.
+"""Give the reason why a collective leads to no site, if the finders gave none.
 
-If the nearest matmul is of a kind that cannot be cut, the reason names this matmul. Such kinds are a grouped matmul, a
-convolution, ``mv``, a product with a vector that Inductor wrote as ``mul`` and ``sum``, and any kind unknown to
-``matmuls.parse``. If the matmul can be cut, the reason names an op between it and the collective. This is the first op
-that is not pointwise and does more than move elements, or else the first slice or ``cat``. If there is no such op, the
-reason names the matmul and says that no cut of the matmul matches the collective's shards. "No matmul is next to the
-collective" means that the search found none within ``STEPS`` nodes before or after it.
+The reason names the nearest matmul within ``STEPS`` nodes and the first of these obstacles:
+
+1. The matmul's kind cannot be cut: grouped, a product with a vector, or unknown to ``matmuls.parse``.
+2. An op between matmul and collective is not pointwise and does more than move elements.
+3. A slice or ``cat`` is between them.
+4. No cut of the matmul matches the collective's shards.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 NO_MATMUL = "no matmul is next to the collective, so there is nothing to hide it behind"
 STEPS = 12
-"""The most nodes on the way from the collective to the matmul. Weighting, reordering and summing the results of experts
-takes six to nine nodes."""
+"""The most nodes between collective and matmul. Combining the results of experts takes six to nine."""
 _VECTORS = ("mv", "addmv", "dot", "vdot")
 _Way = tuple[fx.Node, fx.Node | None, fx.Node | None]
 
 
 def reason(collective: CollectiveNode) -> Reason:
-    """Why ``collective`` leads to no site, from the ops before and after it."""
     reader = _nearest(collective.wait, forward=True)
     behind = reader if collective.kind in ("all_gather", "all_to_all") else None
     found = behind or _nearest(collective.input, forward=False)
@@ -127,11 +125,12 @@ def _is_product_with_vector(node: fx.Node) -> bool:
 
 def _nearest(start: fx.Node, forward: bool) -> _Way | None:
     """``(matmul, computed, moved)`` for a path of at most ``STEPS`` nodes from ``start`` to the nearest matmul, or
-    ``None`` if there is no path. ``computed``: the first op on the path that is not pointwise and does more than move
-    elements, or ``None``. ``moved``: the first slice or ``cat`` on the path, or ``None``.
+    ``None``.
 
-    A path passes through no other collective. A grouped matmul is preferred to nearer matmuls. If several paths lead to
-    the matmul, one with ``computed`` is preferred, then one with ``moved``, because the reason names such a node.
+    - ``computed``: the first op on the path that is not pointwise and does more than move elements, or ``None``.
+    - ``moved``: the first slice or ``cat`` on the path, or ``None``.
+
+    Grouped matmuls are preferred to nearer ones, then paths with ``computed``, then paths with ``moved``.
     """
     frontier: list[_Way] = [(start, None, None)]
     seen, found = {(start, True)}, []

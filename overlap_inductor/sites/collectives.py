@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the collectives of a graph: those that can become sites, and those that cannot, with the reason why not."""
+"""Find the collectives of a graph, and the reason why a collective cannot become a site."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ _NAMESPACES = (*operators.FUNCTIONAL_COLLECTIVES, "c10d_functional", "c10d", "_d
 
 
 def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
-    """``(kind, reason)`` if ``node`` is a collective, else ``None``. The reason says why the collective cannot be a
-    site, and is ``None`` if the op can be one. Every op in ``_NAMESPACES`` that ``_NOT_MOVING`` does not list counts as
-    a collective, even an unknown one."""
+    """``(kind, reason)`` if ``node`` is a collective, else ``None``. ``reason``: why it cannot be a site, or ``None``.
+    Any op in ``_NAMESPACES`` and not in ``_NOT_MOVING`` is a collective."""
     namespace, name = operators.qualified_name(node)
     if namespace not in _NAMESPACES or name in _NOT_MOVING:
         return None
@@ -88,8 +87,8 @@ def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
 
 
 def group_name(node: fx.Node) -> str | None:
-    """The name of a collective's process group, or ``None``. The collective's argument is the name, or a node that
-    holds the group (if one rank compiles for all)."""
+    """The name of a collective's process group, or ``None``. Its argument is the name or, if one rank compiles for all,
+    a node that holds the group."""
     name = operators.argument(node, "group_name") or operators.argument(node, "process_group")
     if isinstance(name, str):
         return name
@@ -100,16 +99,14 @@ def group_name(node: fx.Node) -> str | None:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The name of the process group if ``node`` is a collective, else ``None``. For ops of namespaces ``c10d`` and
-    ``c10d_functional``, the answer is ``None``, too."""
+    """The name of the process group of a collective outside ``c10d`` and ``c10d_functional``, else ``None``."""
     functional = operators.qualified_name(node)[0] not in ("c10d", "c10d_functional")
     return group_name(node) if functional and _kind(node) is not None else None
 
 
 def kept_kind(node: fx.Node) -> str | None:
-    """Kind and dtype (``"all_reduce bfloat16"``) if ``node`` is a collective that all ranks of its group call, else
-    ``None``. The answer is also ``None`` for sends and receives, because ranks call different ones, and for ops of
-    namespaces ``c10d`` and ``c10d_functional``."""
+    """Kind and dtype (``"all_reduce bfloat16"``) of a collective that all ranks of a group call, else ``None``.
+    ``None`` also in ``c10d`` and ``c10d_functional``."""
     found = _kind(node)
     if found is None or found[0] in _POINT_TO_POINT or operators.qualified_name(node)[0] in ("c10d", "c10d_functional"):
         return None
@@ -118,7 +115,7 @@ def kept_kind(node: fx.Node) -> str | None:
 
 
 def is_a_wait(node: fx.Node) -> bool:
-    """Whether ``node`` is the wait of a collective, or a view of such a wait."""
+    """Whether ``node`` is the wait of a collective, or a view of a wait."""
     while tools.is_reshape(node):
         node = node.args[0]
     return operators.is_wait(node)
@@ -156,9 +153,8 @@ def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None 
 
 
 def _wait_of(node: fx.Node) -> fx.Node | Reason:
-    """The wait that reads the result of the collective ``node``, or the last of several waits that read one another.
-    ``node`` itself if its result needs no wait. A ``Reason`` if the result has no wait, more than one, or another
-    user."""
+    """The last wait of the collective ``node``, or ``node`` itself if it needs none. A ``Reason`` if the result has no
+    wait, more than one, or another user."""
     if changes_shards(node):
         return node
     waits = [u for u in node.users if operators.is_wait(u)]
@@ -176,15 +172,13 @@ def _wait_of(node: fx.Node) -> fx.Node | Reason:
 
 
 def _reads_rows(user: fx.Node, node: fx.Node) -> bool:
-    """Whether ``user`` only reads how many rows the all-to-all ``node`` receives. This number is a sum of arguments
-    of ``node`` (``all_to_all.write_row_counts``)."""
+    """Whether ``user`` only reads how many rows the all-to-all ``node`` receives (``all_to_all.write_row_counts``)."""
     is_exchange = _NAMES.get(operators.qualified_name(node)[1]) == "all_to_all"
     return is_exchange and user.target is torch.ops.aten.sym_size.int and user.args[1] == 0
 
 
 def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, CollectiveNode | Reason]]:
-    """Every collective in graph order: ``(node, kind, CollectiveNode)``, or ``(node, kind, Reason)`` if it cannot be a
-    site."""
+    """Every collective in graph order: ``(node, kind, CollectiveNode)``, or ``(node, kind, Reason)`` without a site."""
     for node in graph.nodes:
         found = _kind(node)
         if found is None:

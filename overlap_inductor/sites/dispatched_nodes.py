@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``DispatchedNodes``: all-to-all -> index -> experts -> index put -> all-to-all.
 
-The first exchange brings rows to the ranks of their experts, and the second returns them. In between, an index brings
-the rows into the order of the experts and back, and the experts compute each row by itself::
+The first exchange brings rows to the ranks of their experts, and the second one returns them::
 
     x = wait_tensor(all_to_all(...))[index]      # rows in the order of the experts
     y = experts(x, rows of other tensors)        # grouped matmuls and pointwise ops
@@ -41,7 +40,7 @@ class DispatchedNodes(SiteNodes):
 
     Attributes:
         dispatch, combine: the two exchanges.
-        steps: the nodes that compute the experts' rows, in graph order. The first one is the ``index`` op.
+        steps: the nodes that compute the experts' rows, in graph order, first the ``index`` op.
         put: the node that brings the rows back.
     """
 
@@ -57,7 +56,6 @@ class DispatchedNodes(SiteNodes):
 
     @property
     def ends(self) -> fx.Node:
-        """For each expert, the end of its rows."""
         return self.grouped[0].ends
 
     @property
@@ -88,7 +86,7 @@ class DispatchedNodes(SiteNodes):
 
     @property
     def tokens(self) -> Size:
-        """The number of rows that this rank sends. The number of rows that arrive is known only when the graph runs."""
+        """The number of rows that this rank sends. The number that arrives is known only at run time."""
         return tools.shape(self.dispatch.input)[0]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
@@ -105,8 +103,7 @@ class DispatchedNodes(SiteNodes):
         return bool(self.handed_out())
 
     def handed_out(self) -> list[fx.Node]:
-        """The steps that nodes outside the site also read: tensors saved for the backward graph, and operands of
-        weights' gradients."""
+        """The steps that nodes outside the site also read, for example in the backward graph."""
         members = {*self.steps, self.put}
         return [n for n in self.steps if any(user not in members for user in n.users)]
 
@@ -114,12 +111,12 @@ class DispatchedNodes(SiteNodes):
         return [*self.steps, self.put, *self._readers()]
 
     def places(self) -> list[Placement]:
-        """One place, right before the second exchange, because everything that the experts read comes earlier in the
-        graph. Other nodes that are computed from the steps and stand before this exchange move down to it."""
+        """One place, right before the second exchange. Outside nodes before it that are computed from the steps move
+        down to it."""
         return [Placement(self.combine.node, self._readers(), [], [])]
 
     def _readers(self) -> list[fx.Node]:
-        """The nodes in front of the second exchange that are computed from the steps but do not belong to the site."""
+        """Nodes outside the site and before the second exchange that are computed from the steps."""
         members, found = {*self.steps, self.put}, set[fx.Node]()
 
         def visit(node: fx.Node) -> bool:
@@ -132,7 +129,7 @@ class DispatchedNodes(SiteNodes):
         return sorted(found)
 
     def immovable(self) -> fx.Node | None:
-        """A node that would have to move down, but must not; ``None`` if there is none."""
+        """A node that would have to move down but must not, or ``None``."""
         return next((n for n in self._readers() if n.is_impure() or operators.is_functional_collective(n)), None)
 
     def read_in_place(self) -> bool:
@@ -142,7 +139,7 @@ class DispatchedNodes(SiteNodes):
         return set()
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
-        """Does nothing: what the steps read is taken from their arguments, which are up to date in the graph."""
+        """Does nothing: what the steps read is taken from their arguments."""
 
     def cut(self) -> tuple[list[Size], str] | None:
         return None
@@ -157,7 +154,7 @@ class DispatchedNodes(SiteNodes):
         return [tools.shape(end)[0] for end in (self.dispatch.input, self.dispatch.wait)]
 
     def operands(self) -> Operands:
-        """The steps after the ``index`` op as a program, and what the program reads. Raises ``ValueError`` if an
-        argument of a step cannot be written as text."""
+        """The steps after the ``index`` op as a program, and what it reads. Raises ``ValueError`` if a step's argument
+        cannot be written as text."""
         first, *steps = self.steps
         return operands_of([first], steps, self.ends, self.put.args[2], self.handed_out())

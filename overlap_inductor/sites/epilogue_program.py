@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Epilogue`` describes a pointwise epilogue, and can be written as text. A pass finds the epilogue after a matmul or
-a reduction, and a kernel computes it on each tile. ``applied`` computes it with torch's ops.
+"""``Epilogue``: pointwise ops that a kernel computes on each tile of a result. ``applied`` computes them with torch.
 
-An epilogue holds the kinds of its extra tensors, and a program in which each op assigns one new value. The last value
+It holds the kinds of its extra tensors, and a program. Each op of the program assigns one new value, and the last value
 is the result. As text, ``silu(x) * e0`` is::
 
     {"extras": ["full"],
      "ops": [["neg", "x"], ["exp", "t0"], ["add", "t1", 1.0], ["div", "x", "t2"], ["mul", "t3", "e0"]]}
 
-An argument is ``x`` (the result of the matmul or the reduction, rounded to its dtype), ``e0``, ``e1``, ... (extras),
-``t0``, ``t1``, ... (results of the ops, in order) or a number. All ops compute in fp32. Values are rounded only by op
-``to`` and at the end, as in Inductor's fused chains. This module uses neither Triton nor FX.
+- ``x``: the result of the matmul or reduction, rounded to its dtype;
+- ``e0``, ``e1``, ...: the extras;
+- ``t0``, ``t1``, ...: the results of the ops, in order.
+
+Ops compute in fp32. Values are rounded only by op ``to`` and at the end. This module uses neither Triton nor FX.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sub": operator.sub,
     "to": lambda a, dtype: a.to(getattr(torch, dtype)).float(),
 }
-"""Ops on fp32 tensors. An op of two arguments takes at most one number: ``maximum`` and ``minimum`` take it only as the
-second argument. The second argument of ``to`` is the name of a dtype."""
+"""Ops on fp32 tensors. At most one argument is a number; for ``maximum`` and ``minimum``, the second. ``to`` takes the
+name of a dtype."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,13 @@ class Epilogue:
 
 
 def to_text(epilogues: Sequence[Epilogue | None]) -> str:
-    """The epilogue, or ``None``, of each result of an op, as JSON. The op takes the extras of all its results in one
-    list: first those of the first result, then those of the second, and so on."""
+    """The epilogues of an op's results as JSON. The op takes the extras of all its results in one list, in this
+    order."""
     return json.dumps([None if e is None else {"extras": e.extras, "ops": e.ops} for e in epilogues])
 
 
 @functools.cache
 def from_text(text: str) -> tuple[Epilogue | None, ...]:
-    """The epilogues that ``to_text`` wrote as ``text``."""
     return tuple(
         None if e is None else Epilogue(tuple(e["extras"]), tuple(map(tuple, e["ops"]))) for e in json.loads(text)
     )
@@ -86,8 +86,7 @@ def extras_of(epilogues: Sequence[Epilogue | None], extras: Sequence[torch.Tenso
 
 
 def applied(epilogue: Epilogue | None, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The epilogue applied to ``x [M, N]``, computed with torch's ops one after the other in fp32. The result has the
-    dtype of ``x``. Returns ``x`` if ``epilogue`` is ``None``."""
+    """The epilogue of ``x [M, N]``, computed with torch's ops in fp32. The result has the dtype of ``x``."""
     if epilogue is None:
         return x
     values: dict[Any, torch.Tensor] = {"x": x.float()}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SentNodes`` and ``ReceivedNodes``: the nodes of ``matmul -> all-to-all`` and of ``all-to-all -> matmul``.
+"""``SentNodes``: matmul -> all-to-all. ``ReceivedNodes``: all-to-all -> matmul.
 
-An all-to-all sends a different slice to each rank. So the nodes before it are like the nodes of a reduce-scatter,
-without the sum. The nodes after it are like the nodes of an all-gather.
+``SentNodes`` are like the nodes of a reduce-scatter without the sum, ``ReceivedNodes`` like those of an all-gather.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from overlap_inductor.sites.reduce_nodes import ReduceNodes
 class SentNodes(ReduceNodes):
     """matmuls -> views and pointwise ops -> all-to-all.
 
-    Attributes:
-        received: layout of the collective's result, in the atoms of ``layouts``.
+    ``received``: layout of the collective's result, in the atoms of ``layouts``.
     """
 
     received: Layout = field(default_factory=lambda: Layout(()))
@@ -38,8 +36,8 @@ class SentNodes(ReduceNodes):
 
     @property
     def lead(self) -> Size:
-        """The outermost size of a rank's slice in the matmuls' layout. Sub-chunks are cut along this size, so that each
-        sub-chunk is one contiguous run of the slice."""
+        """The outermost size of a rank's slice in the matmuls' layout. Cut along it, each sub-chunk is a contiguous run
+        of the slice."""
         sharded = self.sharded
         if sharded.dim:
             return self.shape[0]
@@ -55,7 +53,7 @@ class SentNodes(ReduceNodes):
 
     @property
     def wire(self) -> Layout:
-        """The layout of what is received: a slice from each rank. A slice's elements are in the matmuls' order."""
+        """The layout of what is received: a slice from each rank, in the order of the matmuls' elements."""
         rank = next(a for a in self.received.flat() if a.rank)
         return Layout(((rank,), *self.leaf_layout.without_rank().dims))
 
@@ -65,12 +63,10 @@ class ReceivedNodes(GatherNodes):
     """all-to-all -> views and pointwise ops -> matmuls.
 
     Attributes:
-        source: the tensor whose slices are sent: the collective's input, or the tensor of which the input is a permuted
-            copy.
+        source: the tensor that is sent: the collective's input, or the tensor of which it is a permuted copy.
         source_layout: layout of ``source``, in the atoms of ``raw``.
         given: layout of the collective's result.
-        raw: layout of what is sent. A slice's elements are in the order in which the first matmul reads them, or in the
-            order of ``given`` (``passes.find_received``).
+        raw: layout of what is sent, in the order of the first matmul's reads or of ``given``.
     """
 
     source: fx.Node = field(kw_only=True)

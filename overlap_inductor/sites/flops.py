@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count the FLOPs of a node, and the bytes that it reads, from the sizes of its operands.
 
-PyTorch's own formulas (``torch.utils.flop_counter``) are used only for convolutions, for flex attention and for ops
-whose formula the user has registered. Matmuls and attention are counted here. PyTorch's formulas raise for
-``bmm(..., out_dtype=)`` and ``addmm(..., out_dtype=)`` (torch 2.13). In torch 2.11, they also raise for attention that
-has fewer heads of keys than heads of queries. They take the tokens of ``_flash_attention_forward`` for its heads, and
-there is none for ``_int_mm``.
+PyTorch's formulas (``torch.utils.flop_counter``) count convolutions, flex attention and ops that the user registered.
+Matmuls and attention are counted here, because PyTorch's formulas have gaps:
 
-All sizes are rounded as in ``sites.sizes``, because shards of ranks may differ a little.
+- They raise for ``bmm(..., out_dtype=)`` and ``addmm(..., out_dtype=)`` (torch 2.13).
+- They raise for attention with fewer heads of keys than of queries (torch 2.11).
+- They take the tokens of ``_flash_attention_forward`` for its heads.
+- ``_int_mm`` has none.
+
+Sizes are rounded as in ``sites.sizes``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _MATMULS = {
     **dict.fromkeys(("mm", "addmm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), "mat2"),
     "baddbmm": "batch2",
 }
-"""The name of each matmul, and the name of its right operand, whose second last dim is K."""
+"""For each matmul's name, the name of its right operand, whose second last dim is K."""
 _ATTENTION = re.compile(r"_(scaled_dot_product_)?(flash|efficient|cudnn)_attention(_forward|_backward)?")
 
 
@@ -43,8 +45,9 @@ def is_counted(node: fx.Node) -> bool:
 def flops(node: fx.Node) -> float | None:
     """The FLOPs of a node that ``is_counted``; causal attention counts as full attention.
 
-    Returns ``None`` if they cannot be counted. Then a size is known at run time only, an operand has no example, or the
-    formula raises an error, which is logged."""
+    ``None`` if a size is known at run time only or has no example. Also ``None`` if the formula raises, which is
+    logged.
+    """
     namespace, name = operators.qualified_name(node)
     if namespace == "aten" and name in _MATMULS:
         right = _sizes(operators.argument(node, _MATMULS[name]))
@@ -62,14 +65,14 @@ def flops(node: fx.Node) -> float | None:
 
 
 def bytes_read(node: fx.Node) -> float:
-    """Bytes of the tensors that ``node`` reads. Tensors whose sizes are not known count as empty."""
+    """Bytes of the tensors that ``node`` reads. Tensors of unknown size count as empty."""
     inputs = [n for n in node.all_input_nodes if tools.is_tensor(n)]
     return float(sum(math.prod(s) * tools.dtype(n).itemsize for n in inputs if (s := _sizes(n)) is not None))
 
 
 def _of_attention(node: fx.Node, name: str) -> float | None:
-    """Forward: two products of queries x keys x a head's size. Backward: these two and the gradients of three
-    operands."""
+    """Forward: two products of queries x keys x a head's size. Backward: the same two, and three operands'
+    gradients."""
     query, key, value = (_sizes(operators.argument(node, operand)) for operand in ("query", "key", "value"))
     if not query or not key or not value:
         return None
@@ -89,7 +92,7 @@ def _formula(node: fx.Node) -> Any:
 
 
 def _sizes(node: Any) -> list[int] | None:
-    """The rounded sizes of a tensor; ``None`` if one of them is symbolic, or ``node`` is no tensor with an example."""
+    """The rounded sizes of a tensor; ``None`` if one is symbolic or there is no example."""
     if not tools.is_tensor(node) or not all(isinstance(s, int) for s in tools.shape(node)):
         return None
     return [rounded(s) for s in tools.shape(node)]

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the epilogue of a gather, or of an all-to-all before matmuls. It consists of pointwise nodes that follow the
-matmuls. These nodes are computed on each piece. So transfers can run under them, as under the matmuls.
+"""Find the epilogue of a gather or of an all-to-all: pointwise nodes after its matmuls, computed on each piece.
 
-Before and after, for the usual case (``silu(gate) * up`` before a down-projection)::
+Transfers can run under these nodes. For ``silu(gate) * up`` before a down-projection::
 
     g = mm(wait, a); u = mm(wait, b); y = mul(silu(g), u); mm(y, c)
     ->  for each piece of wait: mm, mm, silu, mul
         y from the pieces; mm(y, c)
 
-Contract: the nodes read only each other, the outputs of the site's matmuls that are cut by rows, scalars, and single
-rows such as a bias. Outside the epilogue, their results are read only by nodes that need them in memory: matmuls,
-collectives, the graph's output. A node that a pointwise op or a reduction outside would read is left out of the
-epilogue. Inductor fuses such a node into its reader at no cost.
+Contract:
+
+- The nodes read each other, matmuls of the site that are cut by rows, scalars and single rows.
+- Outside the epilogue, only matmuls, collectives and the output read them. Inductor fuses a node into any other reader
+  at no cost.
 """
 
 from __future__ import annotations
@@ -85,13 +85,17 @@ class _Region:
         return all(tools.same_shape(node, n) if self._inside(n) else self._is_row(n) for n in inputs)
 
     def _is_row(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a scalar or one row that all rows share, and is not computed from the gathered tensor."""
+        """Whether ``node`` is a scalar or one row, and is not computed from the gathered tensor."""
         leading = tools.shape(node)[:-1]
         return all(isinstance(s, int) and s == 1 for s in leading) and not tools.depends_on(node, self.wait, self.known)
 
     def shrink(self) -> None:
-        """Remove nodes that Inductor would fuse into a reader outside, views at the end of the region, and nodes that
-        read a removed node. Repeat until nothing changes."""
+        """Remove nodes until none is left that:
+
+        - has a reader outside into which Inductor would fuse it;
+        - is a view at the end of the region;
+        - reads a removed node.
+        """
         changed = True
         while changed:
             changed = False
@@ -117,8 +121,7 @@ class _Region:
 
 
 def _stored_for(user: fx.Node, depth: int = 8) -> bool:
-    """Whether ``user`` needs its input in memory. If ``user`` is a view: whether all nodes that read the view need
-    their input in memory."""
+    """Whether ``user`` needs its input in memory. A view needs it if all its readers do."""
     if user.op == "output" or matmuls.parse(user) is not None or operators.is_functional_collective(user):
         return True
     if depth and (tools.is_reshape(user) or tools.permutation(user) is not None):

@@ -30,8 +30,8 @@ class GatherConsumer:
     Attributes:
         operand: ``lhs`` or ``rhs``.
         role: role of the gathered dim: M, N, K or B.
-        layout: the operand's layout. If the graph cuts off the padding of uneven shards, the layout has no padding.
-        sharded: the operand's dim that holds the rank atom (``sites.layouts``).
+        layout: the operand's layout, without padding that the graph cuts off.
+        sharded: the operand's dim that holds the rank atom.
     """
 
     matmul: MatmulNode
@@ -54,11 +54,10 @@ class Epilogue:
     """Pointwise nodes that follow a gather's matmuls and are computed piece by piece.
 
     Attributes:
-        nodes: the pointwise nodes and the views among them, in graph order.
-        outputs: those of ``nodes`` and ``base`` whose results nodes outside the epilogue read.
+        nodes: these nodes and the views among them, in graph order.
+        outputs: those of ``nodes`` and ``base`` that nodes outside the epilogue read.
         externals: the rows and scalars that ``nodes`` also read.
-        base: the matmuls whose results ``nodes`` may read. They are ``mm`` and ``addmm`` whose rows are gathered, and
-            all are cut in the same way. Empty if ``nodes`` is empty.
+        base: the ``mm`` and ``addmm`` that ``nodes`` may read, all cut in the same way along M.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -74,9 +73,9 @@ class GatherNodes(SiteNodes):
     Attributes:
         raw: layout of the gathered tensor.
         through: source of each view-like node.
-        layouts: layouts of the gathered tensor and of all nodes between it and the matmuls, if one of these nodes is
-            row-wise but not element-wise (``sites.row_wise``); else empty.
-        whole: the dims that the row-wise ops in ``layouts`` need whole.
+        layouts: layouts of the nodes from the gathered tensor to the matmuls. Empty if they are only views and
+            element-wise ops.
+        whole: the dims that the row-wise ops in ``layouts`` need whole (``sites.row_wise``).
     """
 
     collective: CollectiveNode
@@ -110,13 +109,11 @@ class GatherNodes(SiteNodes):
 
     @property
     def tokens(self) -> Size:
-        """The size of the gathered dim in the first matmul's operand."""
         first = self.consumers[0]
         return tools.shape(first.operand_node)[first.sharded.dim]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The sizes of each matmul. The operand that is not gathered may be a shard whose size differs between ranks,
-        so ``own`` is its N or M."""
+        """``own`` is the N or M of the operand that is not gathered. This operand may be an uneven shard."""
         return [
             MatmulSizes(
                 tools.shape(c.matmul.lhs)[:-2],
@@ -135,8 +132,7 @@ class GatherNodes(SiteNodes):
         pending = [self.collective.wait]
         while pending:
             for user in pending.pop().users:
-                # Splits and their elements are followed, because a ``cat`` may join the elements along another dim.
-                # The result of this ``cat`` is the gathered tensor, too.
+                # Splits and their elements are followed, because a ``cat`` may join them to the gathered tensor again.
                 if user in self.through or tools.copies(user) or user.target in (*tools.SPLITS, getitem):
                     pending.append(user)
                 elif user not in matmuls:
@@ -144,8 +140,7 @@ class GatherNodes(SiteNodes):
         return False
 
     def between(self) -> set[fx.Node]:
-        """The nodes between the wait and the matmuls. These are the gathered operands, and the nodes on the way from
-        the wait to such an operand."""
+        """The nodes after the wait from which the matmuls' gathered operands are computed, with these operands."""
         known: dict[fx.Node, bool] = {}
         found: set[fx.Node] = set()
         pending = [c.operand_node for c in self.consumers]
@@ -158,14 +153,13 @@ class GatherNodes(SiteNodes):
         return found
 
     def behind_views(self, node: fx.Node) -> fx.Node:
-        """The node of which ``node`` is a view or copy: the gathered tensor, or a node computed from it. If ``node`` is
-        no view or copy, ``node`` itself."""
+        """The first node on the way back from ``node`` that is no view or copy."""
         while node is not self.collective.wait and (node in self.through or tools.copies(node)):
             node = self.through.get(node, node.args[0])
         return node
 
     def only_views(self, node: fx.Node) -> bool:
-        """Whether ``node`` is the gathered tensor, or is made from it by views and copies only."""
+        """Whether views and copies alone make ``node`` from the gathered tensor."""
         return self.behind_views(node) is self.collective.wait
 
     def others(self) -> list[fx.Node]:
@@ -190,8 +184,8 @@ class GatherNodes(SiteNodes):
         """What the steps read besides the gathered shards."""
         found = [n for c in self.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
         found += self.epilogue.externals
-        # View-like nodes are written again for the pieces. So the steps need neither the size arguments of these nodes
-        # nor the splits whose pieces a ``cat`` joins.
+        # View-like nodes are written again for the pieces. So neither their size arguments nor splits before a ``cat``
+        # are read.
         inside = self.between()
         copied = [n for n in sorted(inside) if n not in self.through]
         read = [(i, n) for n in copied for i in n.all_input_nodes if i not in inside and i is not self.collective.wait]
@@ -207,7 +201,7 @@ class GatherNodes(SiteNodes):
         return set() if self.collective.wait in replaced else {*replaced, *self.through}
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
-        """Does nothing: a gather's operands are read from the matmuls' arguments, which are up to date in the graph."""
+        """Does nothing: operands are read from the matmuls' arguments."""
 
     def cut(self) -> tuple[list[Size], str] | None:
         return None
@@ -216,15 +210,14 @@ class GatherNodes(SiteNodes):
         return None
 
     def computed_ahead(self) -> list[str]:
-        # View-like nodes are left out, and so are the pieces that a cat joins.
         computed = sorted(
             n for n in self.between() if n not in self.through and (tools.is_pointwise(n) or n in self.layouts)
         )
         places = {n: i for i, n in enumerate(computed)}
 
         def name(node: fx.Node) -> str:
-            """A name for an input: ``v0``, ``v1``, ... for a computed node, ``x`` for the gathered tensor, ``other``
-            for a tensor from elsewhere. A view of one of these has the same name."""
+            """A name for an input: ``v0``, ``v1``, ... for a computed node, ``x`` for the gathered tensor, else
+            ``other``. A view has the name of its source."""
             while node in self.through:
                 node = self.through[node]
             return f"v{places[node]}" if node in places else "x" if node is self.collective.wait else "other"

@@ -81,8 +81,7 @@ def permutation(node: fx.Node) -> list[int] | None:
 
 
 def is_reshape(node: fx.Node) -> bool:
-    """Whether ``node`` is a view that keeps elements and their order. An ``expand`` counts only if it keeps the
-    shape."""
+    """Whether ``node`` is a view that keeps elements and their order."""
     if node.target not in RESHAPES:
         return False
     return node.target is not aten.expand.default or same_shape(node, node.args[0])
@@ -94,7 +93,6 @@ def is_bitcast(node: fx.Node) -> bool:
 
 
 def copies(node: fx.Node) -> bool:
-    """Whether ``node`` is a copy or a bitcast of its input."""
     return is_bitcast(node) or node.target in SAME
 
 
@@ -109,7 +107,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def same_shape(a: Any, b: Any) -> bool:
-    """Whether both have the same shape. Symbolic sizes are compared without adding a guard."""
+    """Whether both have the same shape. Adds no guard."""
     return len(shape(a)) == len(shape(b)) and all(map(same_size, shape(a), shape(b)))
 
 
@@ -120,10 +118,9 @@ def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bool:
-    """Whether ``node`` is ``target`` or is computed from it.
+    """Whether ``node`` is ``target`` or is computed from it. ``known`` caches answers for one ``target``.
 
-    ``known`` caches answers for one ``target``. The search is iterative, because graphs are deep. It stops at nodes
-    that come before ``target`` in the graph.
+    Iterative, because graphs are deep.
     """
     stack = [node]
     while stack:
@@ -150,8 +147,8 @@ def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bo
 
 
 def walk(starts: Iterable[fx.Node], visit: Callable[[fx.Node], bool]) -> None:
-    """Call ``visit`` on the users of ``starts`` and on the users of every node for which ``visit`` returns ``True``.
-    Each node is visited once, in graph order."""
+    """Call ``visit`` on the users of ``starts``. If it returns ``True`` for a node, also on the node's users. Each node
+    is visited once, in graph order."""
     pending = list({user for node in starts for user in node.users})
     seen = set(pending)
     heapq.heapify(pending)
@@ -179,8 +176,8 @@ def has_unbacked(sizes: list[Any]) -> bool:
 
 
 def written_between(first: fx.Node, last: fx.Node, read: list[fx.Node]) -> bool:
-    """Whether a node between ``first`` and ``last`` writes in place to one of the tensors in ``read``. If so, a read of
-    that tensor may move neither from ``last`` to ``first`` nor from ``first`` to ``last``."""
+    """Whether a node between ``first`` and ``last`` writes in place to a tensor in ``read``. If so, a read of it must
+    not move from one end to the other."""
     node = first.next
     while node is not last:
         if any(argument in read for argument in operators.written(node)):

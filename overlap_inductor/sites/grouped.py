@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupedMatmul`` treats three things as one matmul: a grouped matmul, the ops around it that compute each row by
-itself, and the index that restores the tokens' order.
+"""``GroupedMatmul``: a grouped matmul, the row-wise ops around it and the index after it, taken as one matmul.
 
-A mixture of experts sorts its ``(token, expert)`` pairs by expert, so that one grouped matmul multiplies all of them.
-Afterwards an index brings the rows back. A region (``passes.find_region``) takes these nodes together as one of
-its matmuls, whose result is ``out``::
+A mixture of experts sorts its ``(token, expert)`` pairs by expert, and an index later restores their order. A region
+(``passes.find_region``) takes all these nodes as one matmul with the result ``out``::
 
     x    = row_steps(...)                                                # the experts' first matmul, an activation
     y    = _grouped_mm(x, w, ends)                                       # rows in the experts' order
-    rows = pointwise(y, shares, ...)                                     # for example a mask, or weights of the rows
+    rows = pointwise(y, shares, ...)                                     # for example a mask
     out  = reshape(index(rows, [places]), [tokens, experts_a_token, N])  # row i of out is row places[i] of rows
 
-To compute a part of the rows of ``out``, only the rows of ``x`` at the places of that part are needed. Larger places
-belong to later experts, so sorted places are in the experts' order. Thus no expert ids are needed, and the graph may
-sort the pairs with any ops.
+A part of ``out`` needs only the rows of ``x`` at its places. Sorted places are in the experts' order.
 """
 
 from __future__ import annotations
@@ -74,10 +70,8 @@ class GroupedNode(MatmulNode):
 
 @dataclass(frozen=True)
 class GroupedMatmul(GroupedNode):
-    """See the module. ``node`` is the index, or the view of it that splits its rows.
-
-    All nodes are read from the graph each time, because the rewrite of an earlier site may have replaced them.
-    """
+    """See the module. ``node`` is the index, or the view of it that splits its rows. All other nodes are read from the
+    graph each time."""
 
     @property
     def index(self) -> fx.Node:
@@ -85,13 +79,12 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def places(self) -> fx.Node:
-        """For each row of the result, the place of this row in the experts' order."""
+        """For each row of the result, its place in the experts' order."""
         return self.index.args[1][0]
 
     @property
     def counts_from_zero(self) -> bool:
-        """True if all places are known to be 0 or more: an argsort or ``inverse[order] = arange(rows)`` made them.
-        Other places may be negative, and then count from the end."""
+        """Whether all places are known to be 0 or more. Negative places count from the end."""
         places = self.places
         if places.target is aten.index_put.default:
             order, values, base = places.args[1], places.args[2], places.args[0]
@@ -112,13 +105,13 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def steps(self) -> list[fx.Node]:
-        """In graph order, the nodes that compute, row by row, the tensor that the index reads. They are the grouped
-        matmul, the pointwise ops after it, and the steps before them (``row_steps.steps_before``)."""
+        """The grouped matmul, the pointwise ops after it and the steps before it (``row_steps.steps_before``), in graph
+        order."""
         return sorted([*self._before, *self._after])
 
     @property
     def earlier(self) -> list[GroupedNode]:
-        """The earlier grouped matmuls, from whose results the left operand of this matmul is computed."""
+        """The grouped matmuls that compute the left operand of this one."""
         return [GroupedNode(n, KIND) for n in self._before if is_grouped(n)]
 
     @property
@@ -127,8 +120,7 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def is_masked(self) -> bool:
-        """Whether a ``where`` follows the grouped matmul. The ``where`` is assumed to mask the rows of other ranks'
-        experts, which the grouped matmul does not multiply."""
+        """Whether a ``where`` follows the grouped matmul. It is assumed to mask rows of other ranks' experts."""
         return any(n.target is aten.where.self for n in self._after)
 
     @property
@@ -147,7 +139,6 @@ class GroupedMatmul(GroupedNode):
 
 
 def parse(node: fx.Node) -> GroupedMatmul | None:
-    """``node`` as a ``GroupedMatmul``, or ``None`` if it is none."""
     if not tools.is_tensor(node) or len(tools.shape(node)) < 2:
         return None
     index = _behind_views(node)
@@ -175,9 +166,11 @@ def _behind_views(node: fx.Node) -> fx.Node:
 
 
 def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
-    """In graph order, one grouped matmul and the pointwise ops that compute ``top`` from its result. ``None`` if there
-    is not exactly one grouped matmul, or if the search visits more than ``STEPS`` nodes. Also ``None`` if the ops read
-    another tensor that neither has one entry for each row nor is the same for all rows (``cut_by_rows``)."""
+    """One grouped matmul and the pointwise ops that compute ``top`` from its result, in graph order.
+
+    ``None`` if there is not exactly one grouped matmul within ``STEPS`` nodes. Also ``None`` if ``cut_by_rows`` is
+    ``None`` for a tensor that an op reads.
+    """
     found: dict[fx.Node, bool] = {}
     shape = tools.shape(top)
     if len(shape) != 2 or not _reaches(top, found) or len(found) > STEPS:
@@ -191,7 +184,7 @@ def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
 
 def _reaches(top: fx.Node, found: dict[fx.Node, bool]) -> bool:
     """Whether ``top`` is a grouped matmul or is computed from one by pointwise ops that keep its rows. ``found`` gets
-    the answer for each node that was visited. After about ``2 * STEPS`` nodes, the search goes back no further."""
+    the answer for each visited node, about ``2 * STEPS`` at most."""
     stack = [top]
     while stack:
         node = stack[-1]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``HeldNodes``: the nodes of an attention, and of exchanges that send the attention's keys and values.
+"""``HeldNodes``: the nodes of an attention, and of exchanges that send its keys and values.
 
-Neither the attention nor an exchange needs the other's result. So the exchanges can run under the attention, if they
-start before the attention and their waits stand behind it.
+Exchanges can run under the attention, if they start before it and their waits stand behind it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from overlap_inductor.sites.placement import needed_behind
 class HeldNodes(SiteNodes):
     """keys and values -> views and copies -> attention. The same keys and values -> views and copies -> exchanges.
 
-    Attributes:
-        exchanges: the exchanges of keys and values, in graph order. One exchange may move both.
+    ``exchanges`` are in graph order. One exchange may move both keys and values.
     """
 
     attention: AttentionNode
@@ -78,8 +76,7 @@ class HeldNodes(SiteNodes):
         return False
 
     def early_readers(self) -> list[fx.Node]:
-        """The nodes that are computed from the exchanges and stand before the attention, in graph order: waits, and
-        readers of the exchanges' results."""
+        """The nodes before the attention that are computed from the exchanges, in graph order: waits and readers."""
         found: set[fx.Node] = set()
 
         def visit(node: fx.Node) -> bool:
@@ -91,12 +88,11 @@ class HeldNodes(SiteNodes):
         return sorted(found)
 
     def late_starts(self) -> list[CollectiveNode]:
-        """The exchanges that start after the attention."""
         return [c for c in self.exchanges if self.attention.node < c.node]
 
     def places(self) -> list[Placement]:
-        """At most one place. If an exchange starts after the attention, the place is right before the attention. If
-        instead a wait stands before the attention, the place is right after it."""
+        """At most one place. If an exchange starts after the attention: right before the attention. Else, if a wait
+        stands before the attention: right after it."""
         attention = self.attention.node
         operands = [node for c in self.late_starts() for node in c.node.all_input_nodes]
         if operands:
@@ -114,7 +110,7 @@ class HeldNodes(SiteNodes):
         return set()
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
-        """Does nothing: the operands are read from the arguments of the attention and of the exchanges."""
+        """Does nothing: operands are read from the arguments of the attention and of the exchanges."""
 
     def cut(self) -> tuple[list[Size], str] | None:
         return None

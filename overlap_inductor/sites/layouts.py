@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layout says which element of a tensor is at which index. Two graphs that reach the same tensor by different view
-ops get the same layout.
+"""A layout says which element of a tensor is at which index. It does not depend on which view ops made the tensor.
 
-A layout is a list of dims, and each dim is an ordered list of *atoms*: runs of indices. The result of an all-gather has
-the dims ``[R s0] [s1] ...``. R, the rank atom, counts the ranks. A reshape regroups atoms. A permute reorders dims.
-``cat(split(x))`` moves R to the front of another dim. Two tensors with the same atoms in the same order hold the same
-elements. The place of R in a matmul's operand says whether B, M, N or K is gathered::
+A layout is a list of dims. Each dim is a list of *atoms*: runs of indices. R, the rank atom, counts the ranks. A
+reshape regroups atoms, a permute reorders dims, and ``cat(split(x))`` moves R to another dim. R's place in a matmul's
+operand says whether B, M, N or K is gathered::
 
     all_gather(x [b, s, h]) -> [R b] [s] [h] -> split/cat(dim=1) -> [b] [R s] [h] -> reshape -> [b R s] [h]
     the rows consist of the outer atom b, then R, then the chunk s (``ShardedDim``)
@@ -46,14 +44,13 @@ class Atom:
     Attributes:
         size: number of indices.
         rank: whether this is the rank atom.
-        total: only for a rank atom: the number of indices of the rank atom and the next atom together. ``None`` if this
-            number is the product of their sizes. It is set in two cases. First, the number is a symbolic ``D``: symbols
-            do not always show that ``D`` equals the product ``R * (D // R)``. Second, the last shards are short or
-            empty (``Layout.cut_short``).
-        chunk: only for a rank atom whose last shards are short: the atom of a full shard's rows.
-        uneven: only for a rank atom: whether it counts the rows of all ranks, not the ranks. It counts rows if the
-            ranks' parts are not known to have equal numbers of rows.
         children: the atoms into which a reshape split this atom, or ``()``.
+
+    Only for a rank atom:
+
+    - ``total``: number of indices of this atom and the next one together. ``None``: the product of their sizes.
+    - ``chunk``: the atom of a full shard's rows, if the last shards are short (``Layout.cut_short``).
+    - ``uneven``: it counts rows and not ranks, because the ranks' parts may differ in rows.
     """
 
     size: Size
@@ -72,8 +69,7 @@ class Atom:
 
 
 def product(atoms: Sequence[Atom]) -> Size:
-    """Number of elements of a run of atoms. If an atom has a ``total``, this number stands for that atom and the next
-    one."""
+    """Number of elements of a run of atoms. The ``total`` of an atom counts for that atom and the next one."""
     result: Size = 1
     skip = False
     for atom in atoms:
@@ -113,13 +109,11 @@ class Layout:
 
     @classmethod
     def uneven(cls, rows: Size, others: Sequence[Atom]) -> Layout:
-        """A tensor ``[rows, ...]`` whose dim 0 is cut into a part for each rank. A part may have any number of rows.
-        ``others``: the atoms of the other dims."""
+        """A tensor ``[rows, ...]`` whose dim 0 holds a part of any size for each rank."""
         return cls(((Atom(rows, rank=True, uneven=True),), *((atom,) for atom in others)))
 
     def refined(self) -> Layout:
-        """The same layout, with the parts of each split atom in place of the atom. Raises ``LayoutError`` if short
-        shards were split."""
+        """The layout with each split atom replaced by its parts. Raises ``LayoutError`` if short shards were split."""
         if any(atom.chunk is not None and atom.chunk.children for dim in self.dims for atom in dim):
             raise LayoutError(
                 "a reshape splits the shards into smaller dims, but this tensor lacks the shards' padding"
@@ -127,8 +121,7 @@ class Layout:
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
 
     def flat(self) -> list[Atom]:
-        """Atoms in order, without those of size 1. The rank atom always stays. If the rank atom has a ``total``, the
-        next atom stays, too, because ``total`` counts both."""
+        """Atoms in order, without those of size 1. A rank atom stays, with the next atom if ``total`` counts it."""
         atoms = [a for dim in self.refined().dims for a in dim]
         counted = {id(b) for a, b in zip(atoms, atoms[1:], strict=False) if a.total is not None}
         return [a for a in atoms if not same_size(a.size, 1) or a.rank or id(a) in counted]
@@ -141,9 +134,11 @@ class Layout:
         return Layout(tuple(self.dims[i] for i in order))
 
     def reshape(self, shape: Sequence[Size]) -> Layout:
-        """The layout after a reshape to ``shape``. An atom is split where a boundary between dims falls inside it.
-        Raises ``LayoutError`` if a boundary falls inside the rank atom or splits an atom unevenly, or if the sizes
-        cannot be matched with the atoms."""
+        """The layout after a reshape. An atom is split where a boundary between dims falls inside it.
+
+        Raises:
+            LayoutError: the rank atom would be split, an atom would be split unevenly, or the sizes do not match.
+        """
         queue = self.flat()
         dims: list[tuple[Atom, ...]] = []
         for size in shape:
@@ -174,10 +169,14 @@ class Layout:
         return Layout(tuple(dims))
 
     def move_rank(self, source: int, target: int, size: Size | None = None) -> Layout:
-        """The layout of ``cat(split(x, dim=source), dim=target)``: the rank atom moves from the front of ``source`` to
-        the front of ``target``. ``size``: full size of ``target``; needed if symbols do not show that the world size
-        divides it. Raises ``LayoutError`` if ``source`` does not begin with the rank atom, or if the rank atom is
-        uneven."""
+        """The layout of ``cat(split(x, dim=source), dim=target)``: the rank atom moves to the front of ``target``.
+
+        Args:
+            size: full size of ``target``. Needed if symbols do not show that the world size divides it.
+
+        Raises:
+            LayoutError: ``source`` does not begin with the rank atom, or the rank atom is uneven.
+        """
         dims = [list(d) for d in self.refined().dims]
         if not dims[source] or not dims[source][0].rank:
             raise LayoutError("a cat joins pieces that are not the ranks' shards")
@@ -185,8 +184,7 @@ class Layout:
         if rank.uneven:
             raise LayoutError("a cat joins equal pieces, but each rank's part has a size of its own")
         if source != target:
-            # A symbolic size is always kept as the total. Symbolic shapes may know that two sizes are equal, and still
-            # not know that larger products with these sizes are equal.
+            # A symbolic size is always kept: symbols may prove that sizes are equal but not that their products are.
             rank = Atom(rank.size, rank=True, total=None if size is None or isinstance(size, int) else size)
         dims[target].insert(0, rank)
         return Layout(tuple(tuple(d) for d in dims))
@@ -197,9 +195,12 @@ class Layout:
         return len(atoms) == 2 and atoms[0].rank and not atoms[0].short
 
     def cut_short(self, dim: int, size: Size) -> Layout:
-        """The layout with only the first ``size`` indices of ``dim``. The indices behind them are the padding that made
-        the ranks' shards equal. The last shards become short or empty. Raises ``LayoutError`` if ``dim`` does not
-        consist of exactly the ranks' shards, or if ``size`` is an int below 2."""
+        """The layout with only the first ``size`` indices of ``dim``. The rest is padding, so the last shards become
+        short or empty.
+
+        Raises:
+            LayoutError: ``dim`` does not consist of exactly the ranks' shards, or ``size`` is an int below 2.
+        """
         if not self.leads_with_rank(dim):
             raise LayoutError("rows are appended to, or cut off from, a dim that does not consist of the ranks' shards")
         dims = list(self.refined().dims)
@@ -220,7 +221,7 @@ class Layout:
         return Layout(tuple(tuple(a for a in dim if not a.rank) for dim in self.refined().dims))
 
     def shape(self, sizes: dict[int, Size] | None = None) -> list[Size]:
-        """Size of each dim. ``sizes`` gives some atoms (by ``id(atom)``) other sizes, such as those of a sub-chunk."""
+        """Size of each dim. ``sizes`` gives other sizes to some atoms, by ``id(atom)``."""
         sizes = sizes or {}
         return [product([Atom(sizes.get(id(a), a.size), a.rank, a.total) for a in dim]) for dim in self.refined().dims]
 
@@ -233,8 +234,8 @@ class ShardedDim:
         dim: the dim's number.
         outer: number of outer indices.
         chunk: rows of one full shard for each outer index.
-        size: number of indices of the dim; missing rows do not count.
-        before, after: the atoms before the rank atom (``outer``) and after it (``chunk``).
+        size: number of indices of the dim, without missing rows.
+        before, after: the atoms before and after the rank atom.
         missing: rows that the last ranks' chunks lack for each outer index (``Layout.cut_short``).
     """
 
@@ -248,8 +249,7 @@ class ShardedDim:
 
     @property
     def short(self) -> bool:
-        """Whether rows may be missing. This is true for a symbolic ``missing``, because comparing it would add a
-        guard."""
+        """Whether rows may be missing. True for a symbolic ``missing``, because comparing it would add a guard."""
         return not (isinstance(self.missing, int) and self.missing == 0)
 
     @classmethod

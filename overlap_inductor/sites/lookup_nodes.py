@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PooledNodes`` and ``GradientNodes``: the nodes of ``lookups -> all-to-all`` and of ``all-to-all -> gradients of the
-tables``.
+"""``PooledNodes``: lookups -> all-to-all. ``GradientNodes``: all-to-all -> gradients of the tables.
 
-Each rank has tables of its own and looks up the whole batch in them. The all-to-all gives each rank the results of all
-tables for its slice of the batch. An all-to-all in the backward graph returns the gradients. What is exchanged is a
-grid of blocks: one block for each pair of a rank and a table. Both kinds of nodes send the blocks in the order
-``wire``: by rank, then by table.
+Each rank looks up the whole batch in its own tables. The all-to-all gives each rank the results of all tables for its
+slice of the batch. In the backward graph, an all-to-all returns the gradients. Each pair of rank and table has one
+block. Blocks are sent by rank, then by table (``wire``).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class TableNodes(SiteNodes):
 
     Attributes:
         lookups: the lookups, or the gradients of the tables.
-        block: layout of the blocks of one table: the rank atom, then the atoms of a block.
+        block: layout of one table's blocks: the rank atom, then the atoms of a block.
         tables: layout of one dim that counts the tables.
     """
 
@@ -47,18 +45,15 @@ class TableNodes(SiteNodes):
 
     @property
     def count(self) -> int:
-        """The number of tables."""
         (count,) = self.tables.shape()
         return int(count)
 
     @property
     def block_size(self) -> Size:
-        """Elements of one block."""
         return tools.numel(self.block.without_rank().shape())
 
     @property
     def wire(self) -> Layout:
-        """The layout of what is sent and received."""
         rank, *others = self.block.refined().dims
         return Layout((rank, *self.tables.dims, *others))
 
@@ -113,10 +108,8 @@ class PooledNodes(TableNodes):
     Attributes:
         parts: for each table, the tensor that the ``cat`` joins.
         between: the nodes between the parts and the collective, in graph order.
-        received: layout of the collective's result, in the atoms of ``wire``.
-        sent: layout of the collective's input.
-        by_rank: whether the slices of the batch are looked up one after the other, one for each rank. If not, the whole
-            batch is looked up, one table after the other.
+        sent, received: layouts of the collective's input and result, in the atoms of ``wire``.
+        by_rank: whether the site looks up one rank's slice of the batch at a time. If not, one table at a time.
     """
 
     parts: list[fx.Node]
@@ -132,8 +125,7 @@ class PooledNodes(TableNodes):
         return self.between
 
     def places(self) -> list[Placement]:
-        """One place, in front of the first lookup. From there, the steps can send each table's results as soon as they
-        are looked up. Empty with ``by_rank``."""
+        """One place, before the first lookup, so that each table's results are sent at once. Empty with ``by_rank``."""
         return [] if self.by_rank else [Placement(min(m.node for m in self.lookups), [], [], [])]
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
@@ -153,9 +145,7 @@ class GradientNodes(TableNodes):
     Attributes:
         slices: for each slice, the number of its table.
         read: layout of a slice, in the atoms of ``wire``.
-        source: the tensor that is sent: the collective's input, or the tensor of which the input is a permuted copy.
-        source_layout: layout of ``source``.
-        sent: layout of the collective's input.
+        source: the tensor that is sent: the collective's input, or the tensor of which it is a permuted copy.
         last_first: whether the graph reads the last table first.
     """
 
@@ -167,7 +157,7 @@ class GradientNodes(TableNodes):
     last_first: bool
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The sizes of each gradient. The ranks' tables may have different numbers of rows, so ``own`` is M."""
+        """The sizes of each gradient. ``own`` is M, because ranks' tables may differ in rows."""
         return [MatmulSizes([], m.table_rows, tools.shape(m.rhs)[-1], 0, "M", _returned(m)) for m in self.lookups]
 
     def others(self) -> list[fx.Node]:
@@ -184,8 +174,8 @@ class GradientNodes(TableNodes):
 
 
 def _looked_up(lookup: LookupNode) -> int:
-    """Bytes that a lookup reads and writes. The ranks' bags differ in length, but all ranks must get the same estimate.
-    So the number of table rows read for each bag is rounded to a power of two."""
+    """Bytes that a lookup reads and writes. The rows of a bag are rounded to a power of two, to be equal on all
+    ranks."""
     bags, width = hint(lookup.bags), hint(tools.shape(lookup.rhs)[-1])
     each = hint(tools.numel(tools.shape(lookup.lhs))) / max(bags, 1)
     rows = 2 ** round(math.log2(each)) if each >= 1 else 1
@@ -193,8 +183,7 @@ def _looked_up(lookup: LookupNode) -> int:
 
 
 def _returned(gradient: LookupNode) -> int:
-    """Bytes that the gradient of a table reads and writes: the zeros it starts from, and three accesses for each row
-    that is added."""
+    """Bytes that a table's gradient reads and writes: its initial zeros, and three accesses for each added row."""
     indices = hint(tools.numel(tools.shape(gradient.lhs)))
     added = 2 ** round(math.log2(indices)) if indices else 0
     width = hint(tools.shape(gradient.rhs)[-1])

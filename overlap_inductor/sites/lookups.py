@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``LookupNode`` presents a lookup in an embedding table, or the gradient of a table, as a matmul.
 
-A lookup is a matmul whose left operand, the selection, has few nonzeros. Row i of the selection says which rows of the
-table are added, and with which weights. So for a lookup, M counts the bags, N the columns of the table, and K the rows
-of the table. For the gradient of a table, M counts the rows of the table, and K the bags::
+The left operand, the selection, says which rows of the table are added, and with which weights. It has few nonzeros::
 
-    embedding, embedding_bag    out[bags, width]   = selection[bags, rows] @ table[rows, width]
-    embedding_gradient          out[rows, width]   = selection^T[rows, bags] @ gradient[bags, width]
+                                out[M, N]          lhs[M, K]               rhs[K, N]
+    embedding, embedding_bag    out[bags, width] = selection[bags, rows] @ table[rows, width]
+    embedding_gradient          out[rows, width] = selection^T[rows, bags] @ gradient[bags, width]
 """
 
 from __future__ import annotations
@@ -42,12 +41,8 @@ _GRADIENTS: dict[Any, tuple[str, str, str]] = {
 
 @dataclass(frozen=True)
 class LookupNode(MatmulNode):
-    """A lookup or a gradient of a table. Its operands are read from ``node`` at each access, like the operands of a
-    matmul.
-
-    ``dense``: the name of the argument that holds the table or the gradient. ``selected``: the name of the argument
-    that holds the indices.
-    """
+    """A lookup or a gradient of a table. ``dense``, ``selected``: the names of the arguments that hold the table or
+    gradient, and the indices."""
 
     dense: str
     selected: str
@@ -68,8 +63,7 @@ class LookupNode(MatmulNode):
 
     @property
     def bags(self) -> Size:
-        """For a lookup, the number of rows of its result. For the gradient of a table, the number of rows of the
-        gradient that the node reads."""
+        """For a lookup, the number of rows of its result. For a table's gradient, the number of rows of ``rhs``."""
         made = tools.value(self.node)
         rows = tools.value(self.rhs) if self.kind == "embedding_gradient" else made[0] if self.is_tuple else made
         return tools.numel(list(rows.shape)[:-1])
@@ -93,7 +87,6 @@ class LookupNode(MatmulNode):
 
 
 def parse(node: fx.Node) -> LookupNode | None:
-    """``node`` as a lookup in a table, or ``None``."""
     found = _LOOKUPS.get(node.target)
     return None if found is None else LookupNode(node, *found)
 
@@ -113,7 +106,7 @@ def parse_gradient(node: fx.Node) -> LookupNode | None:
 
 
 def behind_reshapes(node: fx.Node) -> fx.Node:
-    """The tensor from which ``node`` is made by reshapes alone. ``node`` itself if it is no reshape."""
+    """The tensor from which ``node`` is made by reshapes alone, or ``node`` itself."""
     while tools.is_reshape(node):
         node = node.args[0]
     return node

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MatmulNode`` gives every kind of matmul node one form: operands, bias, scales, and the roles of dims.
-
-``parse`` reads a node. ``emit`` and ``emit_partial`` write the same matmul on slices.
-"""
+"""``MatmulNode`` gives every kind of matmul node one form: operands, bias, scales, and the roles of dims."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ KINDS = {
 class MatmulNode:
     """``out[b, M, N] = lhs[b, M, K] @ rhs[b, K, N] (+ bias)``. Only bmm and baddbmm have the batch dim.
 
-    Operands are read from the node each time, because the rewrite of an earlier site may have replaced them.
+    Operands are read from the node each time, because an earlier site's rewrite may have replaced them.
     """
 
     node: fx.Node
@@ -59,7 +56,7 @@ class MatmulNode:
 
     @property
     def factors(self) -> tuple[fx.Node, ...]:
-        """The operands that hold the numbers to be multiplied."""
+        """The operands that are multiplied."""
         return self.lhs, self.rhs
 
     @property
@@ -134,7 +131,7 @@ def _is_plain_scale(scale: fx.Node, matmul: fx.Node, dim: int) -> bool:
 
 
 def parse(node: fx.Node) -> MatmulNode | None:
-    """``node`` as a ``MatmulNode``, or ``None`` if it is no matmul of a kind in ``KINDS``."""
+    """``node`` as a ``MatmulNode``, or ``None`` if its kind is not in ``KINDS``."""
     kind = KINDS.get(node.target)
     if kind is None or not tools.is_tensor(node):
         return None
@@ -143,15 +140,14 @@ def parse(node: fx.Node) -> MatmulNode | None:
 
 def folded(matmul: MatmulNode) -> list[fx.Node]:
     """The matmuls whose sum is the bias of ``matmul``: Inductor writes ``x @ a + y @ b`` as ``addmm(x @ a, y, b)``.
-    Empty if the bias is anything else, or if another node reads one of the matmuls or a sum of some of them. Also empty
-    if one of the matmuls cannot be cut."""
+    Empty for any other bias, or if a term cannot be cut or has another reader."""
     bias = matmul.bias
     return (bias is not None and matmul.kind == "addmm" and _summed(bias, matmul.node)) or []
 
 
 def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
-    """The matmuls of which ``node`` is the sum. ``None`` if one of the terms is no ``mm`` or ``addmm`` that can be cut.
-    Also ``None`` unless ``user`` is the only reader of ``node``, reads ``node`` once, and has the shape of ``node``."""
+    """The matmuls (``mm`` and ``addmm`` that can be cut) of which ``node`` is the sum, else ``None``. ``user`` must be
+    the only reader of ``node``, read it once and have its shape."""
     if set(node.users) != {user} or user.args.count(node) != 1 or not tools.is_tensor(node):
         return None
     if not tools.same_shape(node, user):
@@ -182,12 +178,10 @@ def emit(
     *,
     bias_slice: fx.Node | None = None,
 ) -> fx.Node:
-    """Write the same matmul on slices ``lhs`` and ``rhs`` of its operands. Return the new node, which has no ``meta``
-    yet.
+    """Write the same matmul on slices of its operands. Return the new node, without ``meta``.
 
     Args:
-        slicers: ``slicers[role](tensor, dim)`` cuts dim ``dim`` of ``tensor`` as the operands were cut. ``tensor`` is
-            a bias, or holds one scale for each row or column. Roles that are not sliced have no entry.
+        slicers: ``slicers[role](tensor, dim)`` cuts a bias, or scales of rows or columns, as the operands were cut.
         bias_slice: the bias, if it has been cut already.
     """
 
@@ -219,10 +213,10 @@ def emit(
 
 
 def emit_partial(graph: fx.Graph, matmul: MatmulNode, lhs: fx.Node, rhs: fx.Node, total: fx.Node | None) -> fx.Node:
-    """Write ``total + lhs @ rhs`` without bias, for a contraction that is split into parts. Return the new node, which
-    has no ``meta`` yet. ``total``: the sum of the parts before this one, or ``None``.
+    """Write ``total + lhs @ rhs`` without bias, for a contraction in parts. Return the new node, without ``meta``.
+    ``total``: the sum of the earlier parts, or ``None``.
 
-    The new node and ``total`` are fp32 for matmuls of fp32 or narrower, fp64 for fp64, and int32 for ``int_mm``.
+    New node and ``total`` are int32 for ``int_mm``, fp64 for fp64, and else fp32.
     """
     call = graph.call_function
     if matmul.kind == "int_mm":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name sites: module names that a user recognises, and ids that are the same on every rank and in every run."""
+"""Name sites: module names as the user writes them, and ids that are equal on all ranks and in every run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import fx
 
-# Dynamo names a module by the variable that holds it in the compiled function: `self`, or `args[0]` if a decorator
-# wraps `forward`.
+# Dynamo names a module by the variable that holds it: `self`, or `args[0]` if a decorator wraps `forward`.
 _ROOT = r"^(L\['self'\]|L\['args'\]\[0\]|L__self__|self)\.?"
 _WRAPPERS = re.compile(_ROOT + r"|\._orig_mod|_orig_mod\.?|_checkpoint_wrapped_module\.?")
 
@@ -36,8 +35,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def site_id(pattern: str, module: str, phase: str, ordinal: int, moves: str) -> str:
-    """``<pattern>-<8 hex digits of a SHA-256>``. The digest covers values that are the same on all ranks of the site's
-    group.
+    """``<pattern>-<8 hex digits of a SHA-256>``, from values that are the same on all ranks of the site's group.
 
     Args:
         module: path of the user's module, or ``""``.

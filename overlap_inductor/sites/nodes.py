@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A site in a graph (``OverlapSite``), its collectives, and ``SiteNodes``, the interface of every kind of site.
-
-The modules ``sites.*_nodes`` implement ``SiteNodes``. ``facts.site.SiteFacts`` describes a site for reports.
-"""
+"""``OverlapSite``: a site in a graph. ``SiteNodes``: the interface of every kind of site (``sites.*_nodes``)."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ class CollectiveNode:
     """A functional collective and its wait. ``node.args[0]`` is the input.
 
     Attributes:
-        wait: the node that holds the result. This is the wait, or the last wait if the program waits several times in a
-            row. If the op returns a finished result, it is ``node`` itself.
+        wait: the last wait, which holds the result. ``node`` itself if the op needs no wait.
         ranks: global ranks of the group.
     """
 
@@ -60,10 +56,13 @@ class CollectiveNode:
 
 @dataclass(frozen=True)
 class MatmulSizes:
-    """Sizes of one matmul, ints or symbolic. ``own``: the dims (M, N, K) whose size may differ between ranks.
-    ``memory``: for a lookup or a table's gradient, the bytes that it reads and writes; 0 for a matmul. ``causal``:
-    whether the op as written skips the keys (K) that come after a query (M). The pieces of a schedule do not skip these
-    keys."""
+    """Sizes of one matmul, ints or symbolic.
+
+    Attributes:
+        own: the dims (M, N, K) whose size may differ between ranks.
+        memory: bytes that a lookup or a table's gradient reads and writes; 0 for a matmul.
+        causal: whether the op as written skips the keys (K) after a query (M). A schedule's pieces do not skip them.
+    """
 
     batch: list[Size]
     m: Size
@@ -75,19 +74,16 @@ class MatmulSizes:
 
 
 class SiteNodes(ABC):
-    """The FX nodes of one site. Once a site is found, only schedules and their helpers read the attributes of a
-    subclass (``nodes_of``). All other code uses this interface."""
+    """The FX nodes of one site. Only schedules and their helpers read a subclass's attributes (``nodes_of``)."""
 
     @property
     @abstractmethod
     def collectives(self) -> list[CollectiveNode]:
-        """The collectives that the site replaces, the first one in the graph first. The first one gives the site its
-        group and its id."""
+        """The collectives that the site replaces, in graph order. The first one gives the site its group and its id."""
 
     @property
     def moved(self) -> list[CollectiveNode]:
-        """The first collective, and those whose tensors move together with its tensor. Any other collective of the site
-        has its input added to the input of the first, or returns the rows that the first one sent."""
+        """The first collective, and those whose tensors move together with its tensor."""
         return self.collectives[:1]
 
     @property
@@ -98,9 +94,10 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def sharded_dims(self) -> list[ShardedDim]:
-        """For each matmul, the dim that is divided among the ranks. If an output is gathered, this is the dim that is
-        cut into bands. It is a dim of the gathered operand, of the result, of a region's layout
-        (``ReduceNodes.region``) or of a table's blocks (``TableNodes.block``)."""
+        """For each matmul, the dim that is divided among the ranks, or cut into bands if an output is gathered.
+
+        It is a dim of the gathered operand, of the result, of ``ReduceNodes.region.layout`` or of ``TableNodes.block``.
+        """
 
     @property
     @abstractmethod
@@ -110,46 +107,48 @@ class SiteNodes(ABC):
     @property
     @abstractmethod
     def tokens(self) -> Size:
-        """The token count, an int or a symbolic size. It is the number of rows of the matmuls' result. After a gather
-        it is the size of the gathered dim; after an uneven all-to-all, the number of rows that this rank sends. For
-        lookups it is the number of bags."""
+        """The token count, an int or a symbolic size:
+
+        - the number of rows of the matmuls' result;
+        - after a gather: the size of the gathered dim;
+        - after an uneven all-to-all: the number of rows that this rank sends;
+        - for lookups: the number of bags.
+        """
 
     @abstractmethod
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The sizes of each matmul. For an output that is gathered, they include the padding that this rank
-        appends."""
+        """The sizes of each matmul. They include the padding that this rank appends before a gather of the output."""
 
     @property
     @abstractmethod
     def is_sum(self) -> bool:
-        """Whether the collective moves one tensor that all matmuls compute together, as a sum or joined by ``cat``. The
-        matmuls then run one after the other."""
+        """Whether all matmuls together compute the tensor that the collective moves, by sums or ``cat``. If so, they
+        run one after the other."""
 
     @abstractmethod
     def hands_out_gathered(self) -> bool:
-        """Whether a node other than the site's matmuls reads the gathered tensor, directly or through views, copies and
-        splits."""
+        """Whether a node other than the site's matmuls reads the gathered tensor or a view, copy or split of it."""
 
     @abstractmethod
     def others(self) -> list[fx.Node]:
-        """Nodes that the site computes, moves or erases in the current graph, other than its collectives. Views, pieces
-        and padding that only become unused may be missing. Matmuls, and tensors that the pieces read, may be
-        included."""
+        """The nodes that the site computes, moves or erases, without its collectives. Views and padding that only
+        become unused may be missing."""
 
     @abstractmethod
     def places(self) -> list[Placement]:
-        """Candidate places for the site's steps (the nodes that the rewrite writes), the best one first. A place may
-        have an obstacle. Empty if no node has to move. The steps are then written before the last collective, or before
-        the node that ``SiteSchedule.anchor`` returns."""
+        """Candidate places for the steps (the nodes that the rewrite writes), best first.
+
+        Empty if no node has to move. Then the steps go before ``SiteSchedule.anchor`` or the last collective.
+        """
 
     @abstractmethod
     def read_in_place(self) -> bool:
-        """Whether nodes outside the site read a node between the collective and the matmuls. If so, and if nodes of the
-        site are moved down, the steps are written before the moved nodes."""
+        """Whether nodes outside the site read a node between collective and matmuls. If so, the steps are written
+        before the nodes that move down."""
 
     @abstractmethod
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-        """The nodes, other than the collectives, that may be erased after a rewrite that replaced the keys of
+        """The nodes that may be erased after a rewrite, without the collectives. The rewrite replaced the keys of
         ``replaced`` by its values."""
 
     @abstractmethod
@@ -158,23 +157,22 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def cut(self) -> tuple[list[Size], str] | None:
-        """``(sizes, words)`` as in ``ExchangeTerms.cut``: the sizes that are cut for the transfer, and the text that
-        follows the sizes in the exchange plan. Sizes and text are equal on all ranks. ``None`` if the cut depends on
-        the schedule."""
+        """``(sizes that are cut for the transfer, text after them)``, as in ``ExchangeTerms.cut``. Equal on all ranks.
+        ``None`` if the cut depends on the schedule."""
 
     @abstractmethod
     def order_sent(self) -> tuple[Layout, Layout] | None:
-        """``(layout of the site's pieces, layout of the tensor that the collective as written sends or receives)``.
-        Both are without padding that this rank appends. ``None`` if they cannot differ."""
+        """``(layout of the site's pieces, layout of the tensor that the collective sends or receives)``, without this
+        rank's padding. ``None`` if they cannot differ."""
 
     @abstractmethod
     def computed_ahead(self) -> list[str]:
-        """One text for each node that may be computed on a shard before the shard is sent, in graph order. Ranks
-        compare the texts, so the texts name no nodes: node names may differ between ranks."""
+        """One text for each node that may be computed on a shard before it is sent, in graph order. Ranks compare the
+        texts, so they hold no node names."""
 
     def uneven_rows(self) -> list[Size]:
-        """If each rank's part of the collective has its own number of rows: the numbers of rows that this rank sends
-        and receives in all. These numbers may be known only when the graph runs. Empty if all parts are equal."""
+        """The numbers of rows that this rank sends and receives, if ranks' parts may differ; else empty. They may be
+        known only at run time."""
         return []
 
     def place(self) -> Placement | None:
@@ -185,13 +183,7 @@ class SiteNodes(ABC):
 
 @dataclass
 class OverlapSite:
-    """A site found in one graph.
-
-    Attributes:
-        facts: plain data, for reports and plans.
-        nodes: the FX nodes, for checks and the rewrite.
-        obstacle: why the site must stay as written, or ``None`` if the finder saw no reason.
-    """
+    """A site found in one graph. ``obstacle``: why it must stay as written, or ``None``."""
 
     facts: SiteFacts
     nodes: SiteNodes
@@ -212,8 +204,6 @@ class OverlapSite:
 
 @dataclass
 class DecidedSite(OverlapSite):
-    """A site with the planner's decision."""
-
     decision: Decision = field(kw_only=True)
 
 
@@ -222,11 +212,10 @@ Choice = TypeVar("Choice")
 
 
 def nodes_of(site: OverlapSite, kind: type[Kind]) -> Kind:
-    """The site's nodes as an instance of ``kind``, for a schedule that computes only sites of this kind.
+    """The site's nodes as an instance of ``kind``.
 
     Raises:
-        TypeError: the nodes are of another kind. Then the schedule's ``patterns`` name a pattern that the schedule does
-            not compute.
+        TypeError: the nodes are of another kind.
     """
     if not isinstance(site.nodes, kind):
         raise TypeError(
@@ -240,7 +229,7 @@ def by_nodes(choices: Mapping[type[SiteNodes], Choice], site: OverlapSite) -> Ch
     """The entry of ``choices`` for the class of the site's nodes, or for the nearest base class.
 
     Raises:
-        TypeError: neither the class nor a base class is in ``choices``.
+        TypeError: there is no such entry.
     """
     found = next((kind for kind in type(site.nodes).__mro__ if kind in choices), None)
     if found is None:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the residual add and RMSNorm after an all-reduce. Schedule ``small_message`` computes them in the kernel of the
-all-reduce.
+"""Find the residual add and RMSNorm after an all-reduce. Schedule ``small_message`` computes them in its kernel.
 
-The finder recognises the norm of Llama and related models, which rounds at the places shown here. ``added`` is fp16 or
-bf16::
+The finder recognises the norm of Llama and related models. ``added`` is fp16 or bf16::
 
     added  = residual + all_reduce(...)                 # in either order; also an output: the next residual
     wide   = added.to(fp32)
@@ -11,10 +9,8 @@ bf16::
     normed = weight * scaled.to(added.dtype)            # in either order
     ->  normed, added = one op                          # by the rewrite
 
-Inductor's post-grad graphs write the norm as ``aten.add.Tensor``, ``prims.convert_element_type``,
-``aten.pow.Tensor_Scalar``, ``aten.mean.dim``, ``aten.add.Tensor`` with a number, ``aten.rsqrt``, ``aten.mul.Tensor``,
-``prims.convert_element_type``, ``aten.mul.Tensor``. ``aten.reshape`` to and from rows may come in between. A norm that
-multiplies by its weight before it rounds (``torch.nn.RMSNorm``) gives other bits and is not recognised.
+Reshapes to and from rows may come in between. ``torch.nn.RMSNorm`` multiplies by its weight before it rounds. This
+gives other bits, so it is not recognised.
 """
 
 from __future__ import annotations
@@ -35,15 +31,14 @@ aten = tools.aten
 
 @dataclass(frozen=True)
 class NormEpilogue:
-    """What the op reads besides the matmul's operands, and the nodes that the op replaces.
+    """What the op reads besides the matmul's operands, and the nodes that it replaces.
 
     Attributes:
         residual: tensor of the all-reduce's shape and dtype.
-        weight: one row, of the all-reduce's dtype, too.
+        weight: one row of the all-reduce's dtype.
         eps: the number added to the mean of squares.
-        normed: the node with the norm's result.
-        residual_out: the sum of residual and all-reduce. The op can be written right before this node, because
-            everything that the op reads comes earlier in the graph.
+        normed: the norm's result.
+        residual_out: the sum of residual and all-reduce. Everything that the op reads comes before this node.
     """
 
     residual: fx.Node
@@ -54,8 +49,8 @@ class NormEpilogue:
 
 
 def find_norm(result: fx.Node) -> NormEpilogue | None:
-    """The residual add and norm after ``result``, an all-reduce's result; ``None`` if something else is computed, or if
-    other nodes read ``result`` too."""
+    """The residual add and norm after the all-reduce ``result``. ``None`` if there are none or ``result`` has another
+    reader."""
     while len(result.users) == 1 and _keeps_rows(user := next(iter(result.users))):
         result = user
     added = next(iter(result.users), None)
@@ -78,8 +73,8 @@ def find_norm(result: fx.Node) -> NormEpilogue | None:
 
 
 def _norm(normed: fx.Node, added: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
-    """``(weight, eps, normed)`` if ``normed`` is the norm of ``added`` and no other node reads a node between the two;
-    else ``None``."""
+    """``(weight, eps, normed)`` if ``normed`` is the norm of ``added``, else ``None``. No other node may read a node in
+    between."""
     for rounded, weight in _factors(normed):
         rounded = _rows(rounded)
         if (
@@ -104,8 +99,8 @@ def _norm(normed: fx.Node, added: fx.Node) -> tuple[fx.Node, float, fx.Node] | N
 
 
 def _eps_of(inverse: fx.Node, wide: fx.Node) -> float | None:
-    """``eps`` if ``inverse`` is ``rsqrt(mean(wide ** 2) + eps)`` of each row, and each node from the square to
-    ``inverse`` has one reader; else ``None``."""
+    """``eps`` if ``inverse`` is ``rsqrt(mean(wide ** 2) + eps)`` of each row, else ``None``. Nodes after ``wide`` must
+    have one reader each."""
     chain = [inverse]
     for target in (aten.rsqrt.default, aten.add.Tensor, aten.mean.dim):
         if chain[-1].target is not target or len(chain[-1].users) != 1 or not tools.is_tensor(chain[-1].args[0]):
@@ -149,8 +144,7 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _rows(node: Any) -> fx.Node:
-    """The node of which ``node`` is a view, or ``node`` itself. Only views that keep the length of rows and have one
-    reader are looked through."""
+    """``node`` without views that have one reader and keep the length of rows."""
     while _keeps_rows(node) and len(node.users) == 1:
         node = node.args[0]
     return node

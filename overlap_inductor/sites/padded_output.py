@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handle the padding of an output that is gathered. An all-gather moves the same number of bytes from every rank, so a
-rank with a smaller shard of the output appends zeros.
+"""Handle the padding of an output that is gathered. A rank with a smaller shard of the output appends zeros to it.
 
-The site is the same as on ranks with a full shard. If columns are missing, a short rank pads each piece before it sends
-the piece. If rows are missing, zero rows are appended to the matmul's operand instead. For missing columns::
+Missing columns are appended to each piece before it is sent. Missing rows are appended to the matmul's operand instead.
+For missing columns::
 
     mm [rows, 50] -> view [b, t, 50] -> pad [b, t, 51] -> all_gather         # on other ranks 51 columns, no padding
     for band in rows: send pad(mm(band))                                      # the same bands on all ranks
 
-Bands, sizes and the order of transfers depend on the gathered tensor only, never on the size of this rank's shard.
+Bands, sizes and the order of transfers depend only on the gathered tensor, so they are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from overlap_inductor.sites.reduce_nodes import Padding
 
 
 def padding_before(node: fx.Node) -> fx.Node | None:
-    """The node that appends zeros to one dim of known size: ``node``, or the node of which ``node`` is a view or copy.
-    ``None`` if neither appends zeros."""
+    """The node behind views and copies of ``node``, if it appends zeros to one dim of known size; else ``None``."""
     while tools.is_reshape(node) or node.target in tools.SAME:
         node = node.args[0]
     found = padded(node)
@@ -50,8 +48,7 @@ def padded_output(
     """``(padding, how the output of leaf is cut)``.
 
     Args:
-        padding: the node that ``padding_before`` found. If it appends columns, the cut stays ``sharded``. If it appends
-            rows, the cut has missing rows.
+        padding: the node that ``padding_before`` found. If it appends rows, the cut has missing rows.
         layout: layout of the output of ``leaf``.
         sharded: how the output would be cut without padding.
 
@@ -66,8 +63,8 @@ def padded_output(
     atoms, ahead = layout.refined().dims[0], tools.numel(shape[:dim])
     if same_size(ahead, 1) and same_size(shape[dim], out[0]):
         return Padding(padding, 0), ShardedDim(0, 1, shape[dim] + appended, shape[dim], (), (), appended)
-    # Views keep the elements' order and pointwise ops keep the shape. So if the padded dim is a part of the rows, it
-    # should be one of the atoms of the rows.
+    # Views keep the elements' order, and pointwise ops keep the shape. So a padded dim that is a part of the rows
+    # should be one of their atoms.
     at = next(
         (i for i, a in enumerate(atoms) if same_size(a.size, shape[dim]) and same_size(product(atoms[:i]), ahead)), None
     )

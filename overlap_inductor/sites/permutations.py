@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that an index tensor holds each index once, from the nodes that compute the tensor.
 
-Rows for experts arrive in the order of the ranks that sent them. An index that holds each row once brings the rows into
-the order of the experts. The index is computed from ``v``, the numbers of rows for each rank and expert, and from the
-same numbers in another order, ``f(v)``::
+An index brings rows from their senders' order into the experts' order. ``v`` holds the numbers of rows for each rank
+and expert. ``f`` reorders these numbers by views and permutations::
 
     segment = repeat_interleave(f(v))                       # for each row, the number of its run of rows
     index   = f(cumsum(v) - v)[segment] + arange(rows) - (cumsum(f(v)) - f(v))[segment]
 
-Run ``i`` of the result is run ``f(i)`` of the source. ``f`` consists of views and permutations, so the result has each
-run of the source once.
+Run ``i`` of the result is run ``f(i)`` of the source, so the result has each run once.
 
-The backward graph gets the index as an input, without the nodes that compute the index. So the pass on the joint graph
-records its proof in the metadata of the index's node. The partitioner copies this metadata to both graphs.
+The backward graph gets the index as an input. So the pass on the joint graph records its proof in the index's metadata.
+The partitioner copies the metadata to both graphs.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ PERMUTATION = "overlap_permutation"
 
 
 def note(graph: fx.Graph) -> None:
-    """Mark each index tensor of an ``index`` op that is known to be a permutation. Does nothing if ``graph`` has no
-    grouped matmul."""
+    """Mark each index tensor of an ``index`` op that is known to be a permutation, if there are grouped matmuls."""
     if not any(map(is_grouped_operator, graph.nodes)):
         return
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
@@ -92,8 +89,7 @@ def _starts_of(node: fx.Node) -> fx.Node | None:
 
 
 def _moved_alike(starts: fx.Node, lengths: fx.Node) -> bool:
-    """Whether ``starts`` holds the starts of some runs, ``lengths`` holds the lengths of the same runs, and views and
-    permutations brought both into the same order."""
+    """Whether the same views and permutations made ``starts`` and ``lengths`` from the starts and lengths of runs."""
     while _starts_of(starts) is not lengths:
         moves = all(
             tools.is_reshape(n) or tools.permutation(n) is not None or n.target in tools.SAME for n in (starts, lengths)

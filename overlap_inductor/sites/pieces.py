@@ -28,8 +28,8 @@ class Piece:
 
 
 def piece_of(node: Any) -> Piece | None:
-    """The piece that ``node`` is, if it is a slice or an element of a split. ``None`` if it is neither, or if it is
-    a slice whose negative start counts from the end of a dim of symbolic size."""
+    """``node`` as a piece, if it is a slice or an element of a split; else ``None``. Also ``None`` for a negative start
+    in a dim of symbolic size."""
     if not isinstance(node, fx.Node):
         return None
     if node.target is aten.slice.Tensor:
@@ -55,8 +55,7 @@ def piece_of(node: Any) -> Piece | None:
 
 
 def may_be_a_piece(node: fx.Node) -> bool:
-    """Whether ``node`` is a slice, a split, an element of a result, a copy or a bitcast: the nodes that ``piece_of``
-    and ``behind_copies`` look through."""
+    """Whether ``node`` is a slice, a split, an element of a result, a copy or a bitcast."""
     is_element = getattr(node.target, "__name__", "") == "getitem"
     return (
         is_element
@@ -68,8 +67,7 @@ def may_be_a_piece(node: fx.Node) -> bool:
 
 
 def behind_copies(node: Any) -> Any:
-    """The tensor from which ``node`` is made by copies and bitcasts alone. ``node`` itself if ``node`` is neither a
-    copy nor a bitcast."""
+    """The tensor from which ``node`` is made by copies and bitcasts alone, or ``node`` itself."""
     while isinstance(node, fx.Node) and (tools.is_bitcast(node) or node.target in tools.SAME):
         node = node.args[0]
     return node
@@ -77,8 +75,7 @@ def behind_copies(node: Any) -> Any:
 
 def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
     """``(x, dim)`` if ``node`` is ``x`` with zeros appended along ``dim``, else ``None``. ``node`` is a padding, or a
-    ``cat`` in which the last pieces are padded: this is how DTensor makes uneven shards equal. Sizes must be ints,
-    because the sizes tell which ranks have fewer rows than the others."""
+    ``cat`` whose last pieces are padded (DTensor's uneven shards). Sizes must be ints."""
     if node.target is aten.constant_pad_nd.default:
         found = padded(node)
         return found if found is not None and isinstance(tools.shape(found[0])[found[1]], int) else None

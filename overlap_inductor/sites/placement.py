@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Placement``: a place for a site's steps, after all operands of its matmuls and before the first use of a result.
+"""``Placement``: a place for a site's steps, behind all their operands and before the first use of a result.
 
-By default the steps are written at the gather, and the nodes that compute the other operands are moved up to the
-gather. If these nodes must not be moved, the whole site is moved down to the first use of its results. Activation
-checkpointing needs this: the backward graph gathers activations again, and multiplies them by a gradient. The gradient
-may be computed after the gather, by collectives. These must not be moved.
+By default, the steps are written at the gather, and the nodes that compute other operands are moved up. If these must
+not be moved, the whole site is moved down to the first use of its results. This happens with activation checkpointing:
+in the backward graph, collectives may compute a gradient operand after the gather.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from overlap_inductor.torch_compat import operators
 
 @dataclass(frozen=True)
 class Placement:
-    """A place for the steps. The order in the graph becomes: ``hoisted``, ``sunk``, the steps, ``anchor``. If nodes
-    outside the site read a node of ``sunk`` (``SiteNodes.read_in_place``), the steps come before ``sunk``.
+    """A place for the steps. The order in the graph becomes: ``hoisted``, ``sunk``, the steps, ``anchor``. With
+    ``SiteNodes.read_in_place``, the steps come before ``sunk``.
 
     Attributes:
         anchor: the node before which the steps are written.
-        sunk: the site's nodes that are moved down to ``anchor``, in graph order.
-        hoisted: the nodes that compute ``operands`` and are moved up to ``anchor``, in graph order.
+        sunk: the site's nodes that are moved down, in graph order.
+        hoisted: the nodes that compute ``operands`` and are moved up, in graph order.
         operands: the nodes that the steps read.
     """
 
@@ -35,12 +34,11 @@ class Placement:
 
     @property
     def obstacle(self) -> fx.Node | None:
-        """A node of ``hoisted`` that must not be moved, or that reads a node of ``sunk``. ``None`` if there is none."""
+        """A node of ``hoisted`` that must not be moved, or that reads a node of ``sunk``; else ``None``."""
         sunk = set(self.sunk)
         return next((n for n in self.hoisted if not movable(n) or not sunk.isdisjoint(n.all_input_nodes)), None)
 
     def apply(self) -> None:
-        """Move ``hoisted``, then ``sunk``, to right before ``anchor``."""
         for node in (*self.hoisted, *self.sunk):
             self.anchor.prepend(node)
 
@@ -51,8 +49,7 @@ def movable(node: fx.Node) -> bool:
 
 
 def needed_behind(operands: list[fx.Node], anchor: fx.Node) -> list[fx.Node]:
-    """``operands`` and the nodes from which they are computed, without those that come before ``anchor``. In graph
-    order."""
+    """``operands`` and the nodes from which they are computed, from ``anchor`` on, in graph order."""
     wanted: set[fx.Node] = set()
     pending = list(operands)
     while pending:

@@ -24,13 +24,13 @@ from overlap_inductor.sites.placement import Placement
 
 @dataclass(frozen=True)
 class Region:
-    """Reductions over a dim (sum, mean, max, min) and ``cat`` between matmuls and collective (``passes.find_region``).
-    Pieces keep the dims of the matmuls, and all dims here are numbered as in the matmuls' results.
+    """Reductions over a dim and ``cat`` between matmuls and collective (``passes.find_region``). Dims are numbered as
+    in the matmuls' results.
 
     Attributes:
         reduced: for each reduction, the dims that it reduces.
         joined: for each ``cat``, the dim along which it joins.
-        places: for each tensor that is read from elsewhere, its layout over the dims of the matmuls' results.
+        places: for each tensor read from elsewhere, its layout.
         cut: the dim that is cut into pieces.
         layout: layout of the collective's input, over the dims that are not reduced.
     """
@@ -44,9 +44,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Padding:
-    """``node`` appends zeros to a rank's output before the output is gathered, because other ranks' outputs are larger.
-    ``columns``: how many columns ``node`` appends to the matmul's output. If ``columns`` is 0, ``node`` appends rows.
-    ``ReduceNodes.sharded`` counts these rows as missing."""
+    """``node`` appends zeros to a rank's output before it is gathered, because other ranks' outputs are larger.
+
+    ``columns``: how many columns ``node`` appends. 0 if it appends rows; these count as missing in
+    ``ReduceNodes.sharded``.
+    """
 
     node: fx.Node
     columns: int
@@ -61,18 +63,15 @@ class ReduceNodes(SiteNodes):
     """matmuls -> views and pointwise ops -> collectives.
 
     Attributes:
-        ends: the collectives; several if the results of all-reduces are added to each other.
+        ends: the collectives; several if the results of all-reduces are added.
         result: the wait, or the sum of the waits.
-        leaves: the matmuls that compute the result, without those from which a leaf's left operand is computed.
-        layouts: the layouts of the nodes that are computed in pieces, and of the nodes that pieces read. Their atoms
-            are those of the collective's input. A tensor that is broadcast may have atoms of its own.
+        leaves: the matmuls that compute the result, without those that compute a leaf's left operand.
+        layouts: the layouts of the nodes that pieces compute or read, in the atoms of the collective's input.
         through: source of each view-like node.
         externals: tensors that the pieces read and the site does not compute.
-        sharded: the dim that is cut. It is a dim of the matmuls' output or, with a region, of ``region.layout``.
-        role: the role (M, N or B) of that dim in the matmuls' output.
+        sharded: the dim that is cut, in the matmuls' output or in ``region.layout``.
+        role: the role (M, N or B) of that dim.
         unfolded: biases that are sums of other matmuls of the site (``matmuls.folded``).
-        region: set if there are reductions over a dim or ``cat`` between matmuls and collective, else ``None``.
-        padding: set if zeros are appended to the output before it is gathered, else ``None``.
     """
 
     ends: list[CollectiveNode]
@@ -89,29 +88,24 @@ class ReduceNodes(SiteNodes):
 
     @property
     def computed(self) -> list[fx.Node]:
-        """The node that the site computes for each collective: the collective's input. If this input is a padding, the
-        site computes the tensor that is padded."""
+        """For each collective, its input before padding."""
         return [self.padding.source] if self.padding is not None else [c.input for c in self.collectives]
 
     def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
-        """The bias of ``matmul``. ``None`` if ``matmul`` has no bias. Also ``None`` if the bias is a sum of other
-        matmuls of the site: the site computes this sum itself."""
+        """The bias of ``matmul``, or ``None``. A sum of other matmuls of the site is no bias."""
         return None if matmul.bias in self.unfolded else matmul.bias
 
     @property
     def leaf_layout(self) -> Layout:
-        """The layout in which pieces are computed: that of the first matmul, or of the region."""
         return self.layouts[self.leaves[0].node] if self.region is None else self.region.layout
 
     @property
     def shape(self) -> list[Size]:
-        """The sizes of ``leaf_layout``."""
         return list(self.leaves[0].node.meta["val"].shape) if self.region is None else self.region.layout.shape()
 
     @property
     def padded_shape(self) -> list[Size]:
-        """``shape`` with the rows or columns that this rank appends before a gather. The result is the same on every
-        rank."""
+        """``shape`` with the rows or columns that this rank appends before a gather. Equal on every rank."""
         shape, sharded = self.shape, self.sharded
         if self.padding is None:
             return shape
@@ -127,7 +121,7 @@ class ReduceNodes(SiteNodes):
 
     @property
     def matmuls(self) -> list[MatmulNode]:
-        """The leaves. Right before each leaf come the grouped matmuls from which its left operand is computed."""
+        """The leaves. Before each leaf come the grouped matmuls that compute its left operand."""
         return [m for leaf in self.leaves for m in (*_earlier(leaf), leaf)]
 
     @property
@@ -144,8 +138,7 @@ class ReduceNodes(SiteNodes):
         return self.padded_shape[-2]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The sizes of each matmul. The contracted dim of a leaf may be a shard whose size differs between ranks, so
-        ``own`` of a leaf is K. For a matmul before a leaf, the columns may be such a shard, too, so ``own`` is NK."""
+        """``own``: K of a leaf, or N and K of a matmul before a leaf. These dims may be uneven shards."""
         found = []
         for leaf in self.leaves:
             masked = isinstance(leaf, GroupedMatmul) and leaf.is_masked
@@ -154,8 +147,7 @@ class ReduceNodes(SiteNodes):
                 n = tools.shape(matmul.rhs)[-1]
                 *_, m, n = self.padded_shape if self.padding is not None else (m, n)
                 if masked:
-                    # The number of rows of this rank's experts is known only at run time. So the mean over the ranks is
-                    # taken.
+                    # This rank's number of rows is known only at run time, so the mean over the ranks is taken.
                     m = m // self.ends[0].world_size
                 found.append(MatmulSizes(batch, m, n, k, own="K" if matmul is leaf else "NK"))
         return found
@@ -184,8 +176,7 @@ class ReduceNodes(SiteNodes):
         for old, new in replaced.items():
             if old in self.layouts:
                 self.layouts[new] = self.layouts[old]
-                # The epilogue of another site's kernel may now compute a node of this site. Then this site reads that
-                # node like any other external tensor.
+                # If another site's epilogue now computes a node of this site, this site reads it as an external tensor.
                 if new not in self.externals and old not in {m.node for m in self.leaves}:
                     self.externals.append(new)
                 if self.region is not None and old in self.region.places:
@@ -193,8 +184,8 @@ class ReduceNodes(SiteNodes):
         self.through = {n: replaced.get(source, source) for n, source in self.through.items()}
 
     def cut(self) -> tuple[list[Size], str]:
-        """If the output is gathered: the number of rows including padding, because a rank may compute fewer rows than
-        it sends. Otherwise the sizes ``outer`` and ``chunk`` of the dim that is cut (``ShardedDim``)."""
+        """The sizes ``outer`` and ``chunk`` of the dim that is cut (``ShardedDim``). For a gathered output, the number
+        of rows with padding."""
         if self.ends[0].kind == "all_gather":
             return self.padded_shape[:1], ""
         return [self.sharded.outer, self.sharded.chunk], f" on dim {self.sharded.dim}"

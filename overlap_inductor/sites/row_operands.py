@@ -21,8 +21,8 @@ from overlap_inductor.torch_compat import operators
 
 @dataclass(frozen=True)
 class Operands:
-    """What ``program`` reads besides the rows that it is given. ``rows``: tensors with one row for each given row.
-    ``whole``: tensors that serve all rows."""
+    """What ``program`` reads besides the given rows: ``rows`` have one row for each given row, ``whole`` serve all
+    rows."""
 
     program: RowProgram
     rows: list[fx.Node]
@@ -32,22 +32,20 @@ class Operands:
 def operands_of(
     given: list[fx.Node], steps: list[fx.Node], ends: fx.Node, result: fx.Node, handed_out: list[fx.Node]
 ) -> Operands:
-    """``steps`` as a program, and what the program reads. The program first gets the rows of ``given``, then those of
-    ``Operands.rows``.
+    """``steps`` as a program, and what it reads. The program first gets the rows of ``given``, then ``Operands.rows``.
 
     Args:
         steps: the nodes to compute, in graph order (``sites.row_steps``).
         ends: for each expert, the end of its rows.
-        result: the node among ``steps`` that the program returns.
-        handed_out: nodes of ``given`` or ``steps`` whose values the program returns, too.
+        result: the step that the program returns.
+        handed_out: nodes whose values the program returns, too.
 
     Raises:
         ValueError: an argument of a step cannot be written as text.
     """
     own = {*given, *steps}
     read = dict.fromkeys(n for step in steps for n in tools.tensor_inputs(step) if n not in own and n is not ends)
-    # If there are as many experts as rows, ``cut_by_rows`` says that the weights have one entry for each row. So the
-    # weights are left out of ``rows`` here.
+    # If there are as many experts as rows, ``cut_by_rows`` takes the weights for rows, so they are left out here.
     count, weights = tools.shape(result)[0], {n.args[1] for n in steps if is_grouped(n)}
     rows = [n for n in read if n not in weights and cut_by_rows(n, count)]
     whole = [n for n in read if n not in rows]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write pieces of a gather's row-wise region (``sites.row_wise``). A piece of a node is what the node computes from one
-rank's shard, or from a part of the shard.
+"""Write pieces of a gather's row-wise region (``sites.row_wise``). A piece is computed from one rank's shard or a part
+of it.
 
-Contract: nodes are written at the emitter's insertion point. A view is written again with the piece's shape. Any other
-op of the region is copied with an unchanged ``dim`` argument. Tensors from elsewhere are cut to the rows of the piece.
-On rank r::
+Contract: nodes are written at the emitter's insertion point. Views get the piece's shape, other ops are copied, and
+tensors from elsewhere are cut to the piece's rows. On rank r::
 
     raw   = rows of rank r + shift, part p, of the gathered buffer
     piece = op(piece of the gathered input, rows of the other input that belong to rank r + shift and part p)
@@ -32,13 +31,14 @@ aten = tools.aten
 
 
 def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
-    """Where ``lead`` lies in a dim that consists of ``atoms``, as ``(place, number of rows that one index of lead
-    spans)``. Shards are cut into parts along the atom ``lead``. Returns ``None`` if a part of ``lead`` is not a run of
-    consecutive rows of the dim.
+    """``(place, rows)``: where the atom ``lead`` lies in a dim of ``atoms``, and how many rows one index of it spans.
+    Shards are cut into parts along ``lead``.
 
-    The place is one of three. ``chunk``: right after the rank atom. ``outer``: first in a dim, with the rank atom
-    behind it. ``cross``: first in a dim without a rank atom. For ``outer``, the number counts outer indices
-    (``ShardedDim``) and not rows.
+    - ``chunk``: right after the rank atom;
+    - ``outer``: first in a dim, with the rank atom behind it. ``rows`` then counts outer indices (``ShardedDim``);
+    - ``cross``: first in a dim without a rank atom.
+
+    ``None`` if a part is not a run of consecutive rows of the dim.
     """
     present = [a for a in atoms if a.rank or not (isinstance(a.size, int) and a.size == 1)]
     rank = next((i for i, a in enumerate(present) if a.rank), None)
@@ -50,8 +50,7 @@ def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
 
 
 def place_of(layout: Layout, lead: Atom) -> int | None:
-    """The dim along which parts can be joined to the whole tensor, if they were cut along ``lead``. ``None`` if they
-    cannot be joined along one dim."""
+    """The dim along which parts that were cut along ``lead`` can be joined, or ``None``."""
     for dim, atoms in enumerate(layout.refined().dims):
         if any(a is lead for a in atoms):
             found = position(atoms, lead)
@@ -70,8 +69,7 @@ def can_cut(nodes: GatherNodes, lead: Atom) -> bool:
 
 
 def _externals(nodes: GatherNodes) -> list[tuple[fx.Node, fx.Node]]:
-    """``(tensor from elsewhere, region node that reads the tensor)`` for each such pair. Region nodes that are views
-    are skipped."""
+    """Each pair ``(tensor from elsewhere, region node that reads it)``."""
     return [
         (n, user)
         for user in nodes.layouts
@@ -82,8 +80,7 @@ def _externals(nodes: GatherNodes) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def aligned(node: fx.Node, user: fx.Node) -> dict[int, int]:
-    """``{dim of node: dim of user}``, without dims that ``user`` broadcasts. If ``user`` is a ``cat``, the dim along
-    which it joins tensors is also left out."""
+    """``{dim of node: dim of user}``, without dims that ``user`` broadcasts or joins (``cat``)."""
     mine, theirs = tools.shape(node), tools.shape(user)
     joined = operators.argument(user, "dim") % len(theirs) if user.target is aten.cat.default else None
     dims = ((d, d + len(theirs) - len(mine)) for d in range(len(mine)))
@@ -94,9 +91,9 @@ class RowPieces:
     """The pieces that are computed from the shard of rank ``r + shift``, or from a part of it.
 
     Args:
-        raw: the shard's part: ``length`` indices of ``lead`` from ``start`` on. Without ``lead``, the whole shard.
+        raw: ``length`` indices of ``lead`` from ``start`` on. Without ``lead``, the whole shard.
         order: layout of ``raw``.
-        shift: the shard's rank is ``r + shift``, modulo the number of ranks.
+        shift: taken modulo the number of ranks.
         lead: the atom along which the shard is cut, or ``None``.
     """
 
@@ -123,7 +120,7 @@ class RowPieces:
         }
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The piece of ``node``, in the layout of ``node`` without the rank atom. The first call writes the piece."""
+        """The piece of ``node``, in its layout without the rank atom. The first call writes the piece."""
         if node not in self.done:
             layouts, through = self.nodes.layouts, self.nodes.through
             if node in through:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``RowProgram`` describes how experts compute rows: grouped matmuls and pointwise ops, written as text.
+"""``RowProgram``: the grouped matmuls and pointwise ops by which experts compute rows between two exchanges, as text.
 
-One exchange brings rows to their experts, and another one returns them. A pass finds the ops between the two exchanges
-and writes them as text. An op of this package gets the text, and runs the ops on some of the rows at a time. As text,
-``_grouped_mm(x, w0, ends) * r0`` is::
+An op of this package runs the program on some of the rows at a time. ``_grouped_mm(x, w0, ends) * r0`` is::
 
     {"ops": [["aten._grouped_mm.default", [{"row": 0}, {"whole": 0}, {"ends": 0}], {}],
              ["aten.mul.Tensor", [{"row": 2}, {"row": 1}], {}]],
      "result": 3, "width": 4096, "dtype": "bfloat16", "handed_out": []}
 
-``row 0``, ``row 1``, ... stand for values: first the tensors of rows that the program gets, such as the rows that
-arrived, then the results of the ops, in order. ``whole`` tensors serve all rows. ``ends`` says where the rows of
-each expert end. The op ``getitem`` takes an element of a list, such as a part of a split. This module does not use FX.
+- ``row`` values: first the tensors of rows that the program gets, then the results of the ops;
+- ``whole`` tensors serve all rows;
+- ``ends``: where the rows of each expert end.
+
+Op ``getitem`` takes an element of a list. This module does not use FX.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ GETITEM = "getitem"
 
 @dataclass(frozen=True)
 class HandedOut:
-    """A value that nodes outside the program also read: its number, the sizes of its dims after the rows, and its
-    dtype's name."""
+    """A value that nodes outside the program also read. ``value``: its number. ``sizes``: its dims after the rows."""
 
     value: int
     sizes: tuple[int, ...]
@@ -40,8 +39,13 @@ class HandedOut:
 
 @dataclass(frozen=True)
 class RowProgram:
-    """See the module's docstring. ``ops``: name, arguments and keyword arguments of each op. ``result``: the number of
-    the value that is returned. ``width`` and ``dtype``: the row size and the dtype of this value."""
+    """See the module.
+
+    Attributes:
+        ops: name, arguments and keyword arguments of each op.
+        result: the number of the value that is returned.
+        width, dtype: the row size and the dtype of this value.
+    """
 
     ops: tuple[tuple[str, Any, Any], ...]
     result: int
@@ -73,7 +77,6 @@ class RowProgram:
 
 @functools.cache
 def from_text(text: str) -> RowProgram:
-    """The program that ``to_text`` wrote as ``text``."""
     read = json.loads(text)
     handed_out = tuple(HandedOut(value, tuple(sizes), dtype) for value, sizes, dtype in read["handed_out"])
     return RowProgram(tuple(map(tuple, read["ops"])), read["result"], read["width"], read["dtype"], handed_out)

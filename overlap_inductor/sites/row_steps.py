@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise the ops that compute experts' rows, each row by itself: grouped matmuls, gathers of rows (``index``),
-pointwise ops, and cuts and joins of columns.
+"""Recognise the ops that compute experts' rows, each row by itself.
 
-Such an op computes the same values for a row, whether it runs on all rows or only on some of them. ``steps_before``
-finds such ops before a grouped matmul, for example the experts' first grouped matmul and their activation::
+They are grouped matmuls, gathers of rows (``index``), pointwise ops, and cuts and joins of columns. For example::
 
     rows = index(x, [tokens])                        # row i of rows is row tokens[i] of x
     gate, up = split(_grouped_mm(rows, w0, ends), inner, 1)
@@ -24,11 +22,11 @@ from overlap_inductor.torch_compat import operators
 aten = torch.ops.aten
 _OPERATORS = {("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback")}
 STEPS = 48
-"""The most nodes that ``steps_before`` returns. All nodes before these count as inputs of the steps."""
+"""The most nodes that ``steps_before`` returns. Nodes before these count as inputs."""
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Whether ``node`` divides the rows of a matrix into groups, and multiplies each group by its own matrix."""
+    """Whether ``node`` multiplies each group of a matrix's rows by its own matrix."""
     if not is_grouped_operator(node):
         return False
     lhs, rhs, *_ = node.args
@@ -43,8 +41,8 @@ def is_grouped_operator(node: fx.Node) -> bool:
 
 
 def cut_by_rows(node: fx.Node, rows: Any) -> bool | None:
-    """An op on ``rows`` rows reads ``node``. True if dim 0 of ``node`` has one entry for each row. False if all rows
-    read the same values; ``None`` if neither is known."""
+    """Whether dim 0 of ``node`` has an entry for each of ``rows`` rows. False if all rows read the same values.
+    ``None`` if neither is known."""
     shape = tools.shape(node)
     if len(shape) < 2 or (isinstance(shape[0], int) and shape[0] == 1):
         return False
@@ -61,7 +59,7 @@ def is_gather(node: fx.Node) -> bool:
 
 
 def is_pointwise_on_rows(node: fx.Node, rows: Any) -> bool:
-    """Whether ``node`` is a pointwise op on a matrix of ``rows`` rows, and can be computed row by row."""
+    """Whether ``node`` is a pointwise op that can be computed row by row on a matrix of ``rows`` rows."""
     if not tools.is_tensor(node) or len(tools.shape(node)) != 2 or not same_size(tools.shape(node)[0], rows):
         return False
     if not tools.is_pointwise(node) or tools.is_bitcast(node) or operators.is_mutable(node):
@@ -72,8 +70,7 @@ def is_pointwise_on_rows(node: fx.Node, rows: Any) -> bool:
 
 
 def moves_columns(node: fx.Node) -> bool:
-    """Whether ``node`` cuts matrices by columns or joins their columns: a split, an element of a split, a slice or a
-    ``cat``."""
+    """Whether ``node`` cuts or joins matrices by columns: a split, an element of a split, a slice or a ``cat``."""
     if _is_element(node):
         return isinstance(node.args[0], fx.Node) and node.args[0].target in tools.SPLITS and moves_columns(node.args[0])
     if node.target not in {*tools.SPLITS, aten.slice.Tensor, aten.cat.default} or not _reads_tensors_only(node):
@@ -83,15 +80,18 @@ def moves_columns(node: fx.Node) -> bool:
 
 
 def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]:
-    """The steps from which the steps ``last`` are computed: at most ``STEPS`` nodes, in graph order. A step is an op of
-    a kind that the module's docstring names. Only ``last`` and the returned nodes read the results of returned nodes.
+    """The steps that compute the inputs of ``last``, at most ``STEPS`` nodes in graph order. Only ``last`` and other
+    steps read their results.
 
-    A gather of rows (``is_gather``) is a step, but the nodes that it reads are not. A grouped matmul is a step only if
-    its ``offs``, which say where each expert's rows end, are ``ends``. Then a row has the same expert in all grouped
-    matmuls. A node that computes a column ``[rows, 1]`` is no step, because the steps can read the column cheaply.
+    Steps are the ops of the module's docstring, with these limits:
+
+    - The nodes that a gather of rows reads are inputs.
+    - A grouped matmul's ``offs`` must be ``ends``. So a row has the same expert in all grouped matmuls.
+    - A node that computes a column ``[rows, 1]`` is an input, because the steps read it cheaply.
 
     Args:
-        last: steps. One of them is a grouped matmul with ``ends``.
+        last: steps, among them a grouped matmul.
+        ends: for each expert, the end of its rows.
         rows: the number of rows.
     """
     if isinstance(rows, int) and rows == 1:
@@ -99,7 +99,7 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
     found = set(last)
     pending = {n for step in last for n in _sources(step, rows, ends) or () if n not in found}
     while pending and len(found) < STEPS + len(last):
-        # The pending node that comes last in the graph: all its readers among the steps were visited before.
+        # The last pending node in the graph: its readers among the steps were visited before.
         node = max(pending)
         pending.remove(node)
         if not found.issuperset(node.users):
@@ -107,7 +107,7 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
         if (sources := _sources(node, rows, ends)) is not None:
             found.add(node)
             pending.update(n for n in sources if n not in found)
-    # If a split is no step, its parts are no steps either. They are read as plain tensors.
+    # If a split is no step, its parts are inputs.
     parts = {n for n in found if _is_element(n) and n.args[0] not in found}
     return sorted(found.difference(last, parts))
 

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the layout of the result of a row-wise op after a gather. Examples of such ops are a norm, a scale, a mask, a
-slice of columns and a ``cat`` of columns.
+"""Compute the layout of the result of a row-wise op after a gather, for example of a norm.
 
-The indices of the gathered dim are called rows here. An op is row-wise if each row of its result depends only on the
-same row of its inputs. Such an op can be computed on one rank's shard, or on a part of one, as well as on the whole
-tensor. In the notation of ``sites.layouts``::
+Rows are the indices of the gathered dim. An op is row-wise if each row of its result depends only on the same row of
+its inputs. So the op can be computed on a part of the rows. In the notation of ``sites.layouts``::
 
     gathered [R s] [h] -> pow, mean(-1), rsqrt, mul -> [R s] [h]      the mean needs the whole of h
     gathered [R s] [h] * scale [rows, 1] -> [R s] [h]                 scale is cut with the rows
     cat(gathered [R s] [h], y [rows, c], 1) -> [R s] [h + c]          y is cut with the rows
-
-A dim that an op needs whole, such as the ``h`` of a mean, must not be cut. ``RowWise.whole`` lists the atoms of such
-dims.
 """
 
 from __future__ import annotations
@@ -54,10 +49,8 @@ class RowWise:
     """What is known about the result of a row-wise op.
 
     Attributes:
-        layout: the result's layout.
-        whole: atoms of the dims that the op needs whole.
-        rows_of: inputs that do not come from the gather but also have the gathered dim. They are cut along this dim
-            like the gathered tensor.
+        whole: atoms of the dims that the op needs whole, such as the ``h`` of a mean.
+        rows_of: inputs that do not come from the gather but have the gathered dim. They are cut along it, too.
     """
 
     layout: Layout
@@ -66,7 +59,7 @@ class RowWise:
 
 
 def may_be(node: fx.Node) -> bool:
-    """Whether ``result`` knows the op of ``node``. ``result`` may still find that the op is not row-wise."""
+    """Whether ``result`` knows the op of ``node``."""
     known = REDUCTIONS | ALONG | CUTS | {aten.slice.Tensor, aten.select.int, aten.cat.default}
     element = getattr(node.target, "__name__", "") == "getitem"
     return node.target in known or element or (tools.is_pointwise(node) and not operators.is_mutable(node))
@@ -76,8 +69,7 @@ def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     """Compute the layout of the result of ``node``, an op for which ``may_be`` is true.
 
     Args:
-        layouts: the layouts of tensors that are computed from the gathered tensor. At least one of them is an input of
-            ``node``.
+        layouts: the layouts of tensors that are computed from the gathered tensor.
 
     Raises:
         LayoutError: ``node`` is not row-wise; the message says why.
@@ -104,8 +96,7 @@ def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
     if node.target in CUTS:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
         _none_gathered(node, [dims[dim]])
-        # Such an op returns a list, so its node gets the layout of its source. ``_element`` computes the layouts of the
-        # pieces.
+        # The op returns a list. Its node gets the source's layout, and ``_element`` computes the pieces' layouts.
         return RowWise(layouts[source], list(dims[dim]))
     if node.target is aten.select.int:
         (dim,) = _dims_of(operators.argument(node, "dim"), len(dims))
@@ -176,18 +167,14 @@ def _pointwise(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
 def _dim(
     node: fx.Node, dim: int, inputs: list[fx.Node], layouts: Mapping[fx.Node, Layout], rank: int, whole: list[Atom]
 ) -> Dim:
-    """The atoms of dim ``dim`` of the result of ``node``.
-
-    If the inputs have different atoms in this dim, such as two halves of the columns, the result gets a new atom.
+    """The atoms of dim ``dim`` of the result of ``node``. If the inputs' atoms differ, the result gets a new atom.
 
     Args:
-        rank: number of dims of the result, if inputs with fewer dims broadcast to it; 0 if all inputs have as many dims
-            as the result.
+        rank: number of dims of the result, if inputs may have fewer and broadcast; else 0.
         whole: if the result gets a new atom, the inputs' atoms are added to this list.
 
     Raises:
-        LayoutError: an input cannot be shown to have the result's size in this dim, or the inputs hold the gathered
-            rows in different orders.
+        LayoutError: an input may not have the result's size in this dim, or the inputs order the rows differently.
     """
     size, found = tools.shape(node)[dim], list[Dim]()
     for source in inputs:

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute a site's sizes for the cost model. The token count is that of the inputs with which the model is compiled
-(the example), or a multiple of it.
+"""Compute a site's sizes for the cost model, at the example's token count or a multiple of it.
 
-Ranks of a group must make the same decision, but their shards may differ in size. For example, if a weight has 11008
-columns, one rank of three holds 3670 of them and another rank holds 3668. The sizes of what moves are equal on all
-ranks. For a matmul's dims that do not move, a rank knows only its own size. That size is rounded to five significant
-bits. So sizes that differ by less than the number of ranks usually round to the same value (3670 and 3668 to 3712). If
-they round to different values, ranks may choose different schedules. Their plans then do not agree, and all of them run
-the plain program.
+The example is the inputs with which the model is compiled. All ranks must make the same decision, but some of a
+matmul's dims may differ between ranks. These are rounded to five significant bits, and usually become equal (3670 and
+3668 become 3712). If the ranks' plans still differ, all ranks run the plain program.
 """
 
 from __future__ import annotations
@@ -42,8 +38,7 @@ _scale: ContextVar[float] = ContextVar("overlap_inductor_scale", default=1.0)
 
 @contextmanager
 def at_scale(factor: float) -> Iterator[None]:
-    """In this context, the example's value of every symbolic size is multiplied by ``factor``. So sites can be planned
-    for token counts other than the example's."""
+    """In this context, the example's value of every symbolic size is multiplied by ``factor``."""
     token = _scale.set(factor)
     try:
         yield
@@ -58,34 +53,31 @@ def hint(size: Any) -> int:
 
 
 def _scaled(sizes: list[Any], scale: float) -> list[int]:
-    """The example's values (hints) of ``sizes``, with the first symbolic one multiplied by ``scale``. If the token
-    count is the product of several symbolic sizes, the others keep their hints."""
+    """The example's values (hints) of ``sizes``, the first symbolic one multiplied by ``scale``. The others keep their
+    hints, because their product may be the token count."""
     symbolic = next((i for i, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
     return [math.ceil(hint(size) * scale) if i == symbolic else hint(size) for i, size in enumerate(sizes)]
 
 
 def rounded(size: int) -> int:
-    """``size`` rounded to five significant bits."""
     grain = 1 << max(size.bit_length() - 5, 0)
     return (size + grain // 2) // grain * grain
 
 
 def _example_sizes(sizes: MatmulSizes) -> tuple[list[Size], Size, Size, Size]:
-    """``(batch, M, N, K)``. If a dim's size may differ between ranks, it is rounded."""
+    """``(batch, M, N, K)``. Dims that may differ between ranks are rounded."""
     m, n, k = (rounded(hint(s)) if role in sizes.own else s for role, s in zip("MNK", (sizes.m, sizes.n, sizes.k)))
     return sizes.batch, m, n, k
 
 
 def has_example(site: OverlapSite) -> bool:
-    """Whether every size of the site is known for the example with which the model is compiled. Sizes that depend on
-    data are not known."""
+    """Whether every size of the site is known for the example. Sizes that depend on data are not."""
     matmuls = [size for m in site.nodes.matmul_sizes() for size in (*m.batch, m.m, m.n, m.k)]
     return not tools.has_unbacked([*matmuls, *tools.shape(site.collectives[0].input)])
 
 
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
-    """FLOPs, bytes and tiles of the site at ``scale`` times its example token count. The additions in a sum of matmuls
-    are counted neither for a schedule nor for ``keep``."""
+    """FLOPs, bytes and tiles of the site at ``scale`` times its example token count. Additions are not counted."""
     flops, skipped, tiles = 0.0, 0.0, 0
     sizes = site.nodes.matmul_sizes()
     for matmul in sizes:
@@ -120,7 +112,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
 
 
 def _hidden(queries: int, keys: int) -> float:
-    """The share of the keys that the mask of ``is_causal`` excludes, averaged over all queries."""
+    """The mean share of the keys that ``is_causal`` excludes for a query."""
     if not queries or not keys:
         return 0.0
     below = min(queries, keys)
@@ -128,7 +120,7 @@ def _hidden(queries: int, keys: int) -> float:
 
 
 def _weights(matmul: GroupedNode, scale: float) -> float:
-    """Bytes of the weights that a grouped matmul reads. It does not read the weights of experts without rows."""
+    """Bytes of the weights that a grouped matmul reads. Weights of experts without rows are not read."""
     experts, *sizes = map(hint, tools.shape(matmul.rhs))
     rows = hint(tools.shape(matmul.lhs)[0]) * scale
     return float(min(experts, rows) * math.prod(sizes) * tools.dtype(matmul.rhs).itemsize)
@@ -147,32 +139,33 @@ def moved_by(collective: CollectiveNode) -> cost_model.SiteSizes:
 
 
 def _sends_to_one_rank(collective: CollectiveNode) -> bool:
-    """Whether an all-to-all is a permutation, as in a ring: all parts but one are known to be empty."""
+    """Whether an all-to-all is a permutation: all parts but one are known to be empty."""
     parts = operators.argument(collective.node, "input_split_sizes") if collective.kind == "all_to_all" else None
     return isinstance(parts, list | tuple) and len(parts) > 1 and sum(part != 0 for part in parts) == 1
 
 
 def _local_bytes(collective: CollectiveNode) -> float:
-    """Bytes of the collective's input on one rank."""
     source = tools.value(collective.input)
     return float(hint(tools.numel(list(source.shape)))) * source.dtype.itemsize
 
 
 def machine_of(site: OverlapSite, config: OverlapConfig) -> Machine:
-    """The rates and fixed costs that the site is planned with (``machine_at``)."""
     return machine_at(site.collectives[0], config)
 
 
 def machine_at(collective: CollectiveNode, config: OverlapConfig) -> Machine:
-    """The rates and fixed costs of a collective's ranks (``machine_between``)."""
     return machine_between(collective.ranks or (), tools.value(collective.input).device, config)
 
 
 def machine_between(ranks: tuple[int, ...], device: torch.device, config: OverlapConfig) -> Machine:
-    """The rates and fixed costs of a group with the global ranks ``ranks``. If ``target.planning_for`` names a machine,
-    the rates and costs are those of that machine. Otherwise they are those of ``WITHOUT_PEERS`` if the GPUs of these
-    ranks cannot access each other's memory, and else those of the device type. In all these cases, each fact that
-    ``config.machine`` states replaces the shipped value."""
+    """The rates and fixed costs of a group with the global ranks ``ranks``, from the first source that applies:
+
+    1. the machine that ``target.planning_for`` names;
+    2. ``WITHOUT_PEERS``, if the GPUs of these ranks cannot access each other's memory;
+    3. the device type.
+
+    Facts that ``config.machine`` states replace these values.
+    """
     if (box := target()) is not None:
         return told(box.machine, config.machine)
     return told(machine_for(WITHOUT_PEERS if symmetric.without_peers(ranks, device) else device.type), config.machine)

@@ -25,19 +25,16 @@ overlap = torch.ops.overlap_inductor
 
 @dataclass
 class StepEmitter:
-    """Writes nodes at the graph's insertion point. Every node gets its ``meta["val"]`` at once, so that its sizes can
-    be read.
+    """Writes nodes at the graph's insertion point. Every node gets its ``meta["val"]`` at once.
 
     Attributes:
         site: the site's id.
-        chain: the newest token of the group's chain of ops. (Each op of the chain takes the token of the op before it.)
+        chain: the newest token of the group's chain.
         module: metadata of the site's module, copied to every node.
-        values: the object that evaluates the nodes. All sites of a graph share this object.
-        emitted: the overlap ops written so far that communicate, in program order.
-        order: ``{node: nodes that must run before it, although it does not read their results}``. The rewriter keeps
-            this order.
-        transport: the last arguments of ops that start an exchange: the transport's name, or ``()`` for the schedule's
-            default transport.
+        values: evaluates the nodes, for all sites of a graph.
+        emitted: the communicating overlap ops written so far.
+        order: ``{node: nodes that must run before it, although it does not read their results}``.
+        transport: the transport's name as a last argument; ``()``: the schedule's default.
     """
 
     graph: fx.Graph
@@ -75,8 +72,8 @@ class StepEmitter:
         return self.call(aten.reshape.default, x, list(shape))
 
     def contiguous(self, x: fx.Node) -> fx.Node:
-        """``x``, cloned if it is not contiguous. ``x`` replaces a result of the graph, such as that of a matmul or a
-        collective. Such a result is contiguous, and the nodes that read it may rely on this."""
+        """``x``, cloned if it is not contiguous. Readers of a matmul's or collective's result may rely on it being
+        contiguous."""
         return (
             x
             if tools.value(x).is_contiguous()
@@ -95,8 +92,8 @@ class StepEmitter:
         return self.call(overlap.take.default, x, dim, shift, chunk, start, length, self.group_name)
 
     def take_sharded(self, x: fx.Node, dim: int, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """The rows of ``x`` along ``dim`` that belong to ``block`` of rank ``r + shift``. ``dim`` has layout
-        ``sharded``, and all shards are full."""
+        """The rows of ``x`` along ``dim`` (layout ``sharded``) that belong to ``block`` of rank ``r + shift``. All
+        shards are full."""
         if isinstance(sharded.outer, int) and sharded.outer == 1:
             return self.take(x, dim, shift, sharded.chunk, block.start, block.length)
         shape = tools.shape(x)
@@ -106,7 +103,7 @@ class StepEmitter:
         return self.reshape(part, [*shape[:dim], block.outer_length * block.length, *shape[dim + 1 :]])
 
     def whole_chunks(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
-        """``x`` with zero rows in place of the rows that are missing along ``dim``, whose layout is ``sharded``."""
+        """``x`` with zeros for the rows that are missing along ``dim``, whose layout is ``sharded``."""
         if not sharded.short:
             return x
         shape = tools.shape(x)
@@ -116,7 +113,7 @@ class StepEmitter:
         return self.reshape(padded, [*shape[:dim], sharded.outer * (have + sharded.missing), *shape[dim + 1 :]])
 
     def cut_to_size(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
-        """``x`` without the rows that ``whole_chunks`` adds to dim ``dim``."""
+        """``x`` without the rows that ``whole_chunks`` adds to ``dim``."""
         if not sharded.short:
             return x
         shape, full = tools.shape(x), self.world_size * sharded.chunk
@@ -125,9 +122,8 @@ class StepEmitter:
         return self.reshape(kept, [*shape[:dim], sharded.size, *shape[dim + 1 :]])
 
     def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """``x`` with zeros in the padding rows. Along dim ``sharded.dim``, ``x`` holds ``block`` of rank ``r + shift``.
-        Padding rows come after the last row of the gathered dim, and a rank may have sent any values in them. Once they
-        are zero, they add nothing to a sum over rows."""
+        """``x`` with its padding rows set to zero, so that they add nothing to a sum over rows. A rank may have sent
+        any values in them. Along dim ``sharded.dim``, ``x`` holds ``block`` of rank ``r + shift``."""
         if not sharded.short:
             return x
         dim, shape = sharded.dim, tools.shape(x)
@@ -137,8 +133,8 @@ class StepEmitter:
         return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
-        """Bring ``x`` from layout ``source`` into layout ``target``. Both have the same atoms, in different orders.
-        ``sizes`` gives other sizes for some atoms, by ``id(atom)``. The result is a view if possible."""
+        """``x`` brought from layout ``source`` into layout ``target``, which has the same atoms in another order. The
+        result is a view if possible. ``sizes`` gives other sizes to some atoms, by ``id(atom)``."""
         source, target = source.refined(), target.refined()
         if source.same_elements(target):
             return self.reshape(x, target.shape(sizes))
@@ -150,8 +146,8 @@ class StepEmitter:
 
 @dataclass(frozen=True)
 class Block:
-    """A sub-chunk of one rank's shard along a sharded dim (``ShardedDim``). It has ``outer_length`` outer indices from
-    ``outer_start`` on. For each of these, it has ``length`` rows from ``start`` on."""
+    """A sub-chunk of one rank's shard along a sharded dim (``ShardedDim``): ``outer_length`` outer indices, each with
+    ``length`` rows."""
 
     start: Size
     length: Size
@@ -164,8 +160,8 @@ class Block:
 
 
 def _slice_with_gaps(x: fx.Node) -> bool:
-    """Whether ``x`` is a result of ``take`` or ``narrow``, or a slice of such a result, and may have gaps between its
-    rows. To reshape such a tensor, torch would compare symbolic sizes and add guards."""
+    """Whether ``x`` comes from ``take`` or ``narrow`` and may have gaps between its rows. To reshape it, torch would
+    compare symbolic sizes and add guards."""
     ours = (overlap.take.default, overlap.narrow.default)
     cut, gaps = False, False
     while x.target in (*ours, aten.slice.Tensor):

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the tail of a site's result: pointwise nodes that follow the result. The site's kernel computes them on each
-tile. ``sites.epilogue_program`` says which ops a kernel knows.
+"""Find the tail of a site's result: pointwise nodes that the site's kernel computes on each tile of the result.
 
 Before and after::
 
     y = matmul or reduction of the site; s = silu(y); z = mul(s, e)     # e: a tensor computed before the collective
     ->  z = the site's op with epilogue "silu(x) * e0" and extra e
 
-A tail begins at the result of a matmul of a gathered tensor, or of a reduction. It ends at one node. Nodes outside the
-tail read no other node of the tail. A tail reads at most ``MOST_EXTRAS`` other tensors (extras). Each extra has
-the result's shape, or is a row, a column or a single element.
+Rules:
 
-The end must be a tensor that is stored in memory with or without a tail. This is the case if a matmul, a collective or
-the graph's caller reads the end. It is also the case if a reader of the end depends on a matmul that is itself computed
-from the end (a residual stream). Any other pointwise chain is left to Inductor, which fuses it into a later kernel at
-no cost. If several nodes could be the end, the last one is taken. ``erf`` and ``tanh`` are left to Inductor, too,
-because the tensor cores idle while a kernel computes them on a tile. A GELU on tiles took longer than a GELU in a
-kernel after the matmul, by 3 % of the matmul's time (2 H200s, K = 8192).
-
-A tail's extras come before the site's collective in the graph, because the kernel is written at the collective. No
-extra is the result of another collective. The site of such a collective may take the nodes of the tail for its own
-epilogue (a norm, ``sites.norm_epilogue``), and no node may belong to two sites.
+- A tail begins at the result of a reduction, or of a matmul of a gathered tensor. Nodes outside read only its last
+  node, the end. If several nodes can be the end, the last one is taken.
+- It reads at most ``MOST_EXTRAS`` other tensors (extras), which come before the site's collective. Each is a row, a
+  column, one element or of the result's shape.
+- No extra is the result of another collective: that collective's site may use nodes of the tail for a norm.
+- The end must be needed in memory: by a matmul, a collective or the graph's caller. In a residual stream, a reader of
+  the end may also depend on a matmul that is computed from the end. Inductor fuses other pointwise chains at no cost.
+- Inductor keeps ``erf`` and ``tanh``, because the tensor cores idle while a kernel computes them on a tile. A GELU took
+  longer on tiles than in a later kernel, by 3 % of the matmul's time (2 H200s, K = 8192).
 """
 
 from __future__ import annotations
@@ -67,8 +63,8 @@ class Tail:
     """A site's tail.
 
     Attributes:
-        end: the last node of the tail. The kernel stores the value of ``end`` in place of the result.
-        extras: the epilogue's extra tensors in order, each with the shape in which the kernel reads it.
+        end: the last node. The kernel stores its value in place of the result.
+        extras: the epilogue's extra tensors, each with the shape in which the kernel reads it.
         epilogue: what the kernel computes.
     """
 
@@ -80,14 +76,12 @@ class Tail:
 def find_tail(
     result: fx.Node, collective: fx.Node, most_extras: int = MOST_EXTRAS, planned: str | None = None
 ) -> Tail | None:
-    """The tail after ``result``, or ``None``. There is a tail only for a result in fp16 or bf16 with static sizes.
+    """The tail after ``result``, or ``None``. Only a result in fp16 or bf16 with static sizes has a tail.
 
     Args:
-        collective: the site's collective, where the kernel will be written. All extras come before it in the graph.
-        most_extras: how many extras the tail may have.
-        planned: text of the epilogue that was planned before other sites were written. If it is given, only a tail with
-            this epilogue is returned. The rewrites of other sites may make a longer tail possible, but never make the
-            planned one impossible.
+        collective: the site's collective, where the kernel will be written.
+        planned: text of the planned epilogue. If given, only a tail with this epilogue is returned. Other sites'
+            rewrites may have made a longer tail possible.
     """
     if tools.dtype(result) not in (torch.float16, torch.bfloat16) or any(
         not isinstance(s, int) for s in tools.shape(result)
@@ -112,8 +106,7 @@ def find_tail(
 
 @dataclass
 class _Region:
-    """The first nodes after ``result`` that could be computed on a tile, at most ``MOST_NODES``, in graph order. Other
-    tensors that they read come before ``collective``."""
+    """The first nodes after ``result`` that could be computed on a tile, at most ``MOST_NODES``, in graph order."""
 
     result: fx.Node
     collective: fx.Node
@@ -147,8 +140,7 @@ class _Region:
         )
 
     def _kind(self, extra: fx.Node, shape: list[Any]) -> tuple[str, list[int]] | None:
-        """How the kernel reads ``extra`` for a node with the shape ``shape``: ``(kind, shape of the extra)``. ``None``
-        if the kernel cannot read ``extra``."""
+        """``(kind, shape)`` in which the kernel reads ``extra`` for a node of shape ``shape``, or ``None``."""
         value = tools.value(extra)
         if (
             not extra < self.collective
@@ -170,8 +162,8 @@ class _Region:
         return ("column", [rows]) if have == [*shape[:-1], 1] else None
 
     def members(self, end: fx.Node) -> set[fx.Node] | None:
-        """``end`` and the nodes of the region from which ``end`` is computed, including ``result``. ``None`` if a node
-        outside this set reads a node of the set other than ``end``."""
+        """``end`` and the nodes of the region from which it is computed. ``None`` if an outside node reads one of them
+        other than ``end``."""
         inside, found, pending = {self.result, *self.nodes}, set[fx.Node](), [end]
         while pending:
             node = pending.pop()
@@ -185,8 +177,7 @@ class _Region:
         return any(_stored_for(u) or self._stands_behind_matmul(u, end) for u in end.users)
 
     def _stands_behind_matmul(self, user: fx.Node, end: fx.Node) -> bool:
-        """Whether ``user``, which reads ``end``, is or depends on a matmul, a collective or an overlap op that is
-        computed from ``end``."""
+        """Whether ``user`` is or depends on a matmul, a collective or an overlap op that is computed from ``end``."""
         reached: dict[fx.Node, bool] = {end: False}
         node = end.next
         while node.op != "output":
@@ -236,8 +227,7 @@ class _Region:
 
 
 def _arguments(node: fx.Node) -> list[Any]:
-    """The arguments that the epilogue's op computes with: the source of a view or cast, the base of a square, and all
-    arguments of any other op."""
+    """The source of a view or cast, the base of a square, else all arguments."""
     if tools.is_reshape(node) or _casts(node) or _squares(node):
         return [node.args[0]]
     return list(node.args)
@@ -260,8 +250,7 @@ def _needs_memory(node: fx.Node) -> bool:
 
 
 def _stored_for(user: fx.Node) -> bool:
-    """Whether ``user`` needs its input in memory. If ``user`` is a view: whether all nodes that read the view need the
-    view in memory."""
+    """Whether ``user`` needs its input in memory. A view needs it if all readers of the view do."""
     if user.op == "output" or _needs_memory(user):
         return True
     return (tools.is_reshape(user) or tools.permutation(user) is not None) and all(map(_stored_for, user.users))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``UnevenSentNodes`` and ``UnevenReceivedNodes``: the nodes of an all-to-all next to matmuls, if the ranks' parts have
-different numbers of rows. The numbers may be known only when the graph runs.
+"""``UnevenSentNodes``, ``UnevenReceivedNodes``: an all-to-all next to matmuls, if ranks' parts differ in rows.
 
-The parts are rows of the matmuls' result or operand, in the collective's own order. The ranks do not compare the
-numbers of rows: the program itself must give sender and receiver the same number.
+The parts are rows of the matmuls' result or operand, in the collective's own order. Their numbers may be known only at
+run time. Ranks do not compare them: the program must give sender and receiver the same number.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class UnevenSentNodes(ReduceNodes):
         return _rows(self.ends[0])
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """Like ``ReduceNodes.matmul_sizes``, but M is in ``own``, because each rank has its own number of rows."""
+        """Like ``ReduceNodes.matmul_sizes``, with M in ``own``."""
         return [replace(sizes, own=f"M{sizes.own}") for sizes in super().matmul_sizes()]
 
 
@@ -49,21 +48,18 @@ class UnevenReceivedNodes(GatherNodes):
 
     @property
     def given(self) -> Layout:
-        """The layout of the collective's result."""
         return self.raw
 
     @property
     def tokens(self) -> Size:
-        """The number of rows that this rank sends. The number of rows that arrive may be known only when the graph
-        runs."""
+        """The number of rows that this rank sends. The number that arrives may be known only at run time."""
         return tools.shape(self.collective.input)[0]
 
     def uneven_rows(self) -> list[Size]:
         return _rows(self.collective)
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """Like ``GatherNodes.matmul_sizes``, but with the number of rows that this rank sends, in place of the number
-        of rows that arrive."""
+        """Like ``GatherNodes.matmul_sizes``, with ``tokens`` for the size of the gathered dim."""
         found = []
         for consumer, sizes in zip(self.consumers, super().matmul_sizes(), strict=True):
             sized = {"M": sizes.m, "N": sizes.n, "K": sizes.k} | {consumer.role: self.tokens}
@@ -72,6 +68,5 @@ class UnevenReceivedNodes(GatherNodes):
 
 
 def _rows(collective: CollectiveNode) -> list[Size]:
-    """The number of rows that are sent, and the number of rows that are received."""
     ends: tuple[fx.Node, ...] = (collective.input, collective.wait)
     return [tools.shape(end)[0] for end in ends]

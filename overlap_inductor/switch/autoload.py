@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of the group ``torch.backends``. If the package is installed, every ``import torch`` ends with a call of
-this entry point. The call is left out if ``TORCH_DEVICE_BACKEND_AUTOLOAD`` is set to a value other than 1.
+"""Entry point of the group ``torch.backends``, which ``import torch`` calls at its end.
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` prevents the call.
 
-An exception here would break ``import torch`` for everybody, and time spent here slows the import down for everybody.
-So the entry point only reads two variables. If these ask for something, the entry point leaves a hook that runs when a
-module of Inductor is imported. The first compile checks the values of the variables, and reports bad ones.
+An exception here would break ``import torch`` for everybody. So the entry point only reads two variables. If they ask
+for something, it leaves a hook for the import of a module of Inductor. The first compile checks the variables' values.
 """
 
 from __future__ import annotations

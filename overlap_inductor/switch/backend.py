@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend of ``torch.compile(model, backend="overlap_inductor")``: Inductor with the pass in it.
 
-Inductor gets the pass as a patch of its configuration for one compile. The patch also holds for a backward that is
-compiled later.
+The pass is a patch of Inductor's configuration for one compile, and for a backward that is compiled later.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ def overlap_inductor(
 
     Args:
         mode: Inductor's mode, as ``torch.compile`` takes it (``max-autotune``, ...).
-        options: fields of ``OverlapConfig`` and options of Inductor, in one dictionary. Fields that are not given keep
-            the values of the configuration that is switched on (by ``overlap()``, ``enable()`` or the environment). If
-            none is switched on, their values come from the environment.
+        options: fields of ``OverlapConfig`` and options of Inductor. Other fields keep the values of the switches in
+            force.
 
     Raises:
         ConfigError: an option is neither a field nor an option of Inductor, or a field has a value that is not allowed.
@@ -48,7 +46,7 @@ def overlap_inductor(
 
 
 def _config_with(ours: dict[str, Any]) -> OverlapConfig:
-    """The switches in force. The switches in ``ours``, the options of ``torch.compile``, override the others."""
+    """The switches in force, overridden by ``ours``."""
     current = install.effective()
     try:
         return dataclasses.replace(current, **ours) if current else OverlapConfig.from_environment(**ours)
@@ -66,7 +64,6 @@ def compile_with(
     options: dict[str, Any],
     **extra: Any,
 ) -> Any:
-    """Compile with Inductor under ``config`` and Inductor's own mode and options."""
     from overlap_inductor.inductor import compile_graph as inductor
     from overlap_inductor.inductor import pass_slot
     from overlap_inductor.passes.pipeline import passes_in
@@ -83,11 +80,8 @@ def compile_with(
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split ``torch.compile``'s options into fields of ``OverlapConfig`` and Inductor's options.
-
-    Raises:
-        ConfigError: an option belongs to neither; the message names similar options.
-    """
+    """Split ``torch.compile``'s options into fields of ``OverlapConfig`` and Inductor's options. Raises ``ConfigError``
+    if an option belongs to neither; the message names similar options."""
     from overlap_inductor.inductor import compile_graph as inductor
 
     fields = {f.name for f in dataclasses.fields(OverlapConfig)}
@@ -106,7 +100,7 @@ def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _bad_option(error: ConfigError, value: Any) -> ConfigError:
-    """``error`` reworded for the value of an option of ``torch.compile``."""
+    """``error``, reworded for an option of ``torch.compile``."""
     from overlap_inductor.inductor import compile_graph as inductor
 
     text = f"options[{error.field!r}]={value!r} {error.problem}"
@@ -121,7 +115,7 @@ def _bad_option(error: ConfigError, value: Any) -> ConfigError:
 
 
 def _reset() -> None:
-    """Called by ``torch.compiler.reset()``. Resets CUDA graph trees, as the reset of Inductor's own backend does."""
+    """Called by ``torch.compiler.reset()``. Resets CUDA graph trees, as Inductor's own backend does."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is not None:
         trees.reset_cudagraph_trees()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain``: report what would be overlapped in a function or a model. No code is generated, and compiled regions
-compute nothing."""
+"""``explain``: report what would be overlapped in a function or a model, without generating code."""
 
 from __future__ import annotations
 
@@ -21,15 +20,14 @@ _NO_GRAPH = "No graph was compiled: the call ran no tensor operation that torch.
 
 @dataclass(frozen=True)
 class Explanation:
-    """The reports of the graphs that a call compiles, in the order of compilation. ``str()`` gives a short text,
-    ``to_text()`` the whole reports. If there are sites, both texts end with the estimated time of all sites."""
+    """The reports of the graphs that a call compiles, in order. ``str()`` gives a short text, ``to_text()`` the whole
+    reports. Both end with the estimated time of all sites, if there are any."""
 
     reports: list[OverlapReport]
 
     @property
     def total(self) -> str:
-        """The estimated time of all sites together, as written and as planned; empty without sites. Each graph counts
-        once."""
+        """The estimated time of all sites together, as written and as planned; empty without sites."""
         return totals.line_of_all(self.reports)
 
     def __str__(self) -> str:
@@ -50,13 +48,12 @@ class Explanation:
 def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = None, **kwargs: Any) -> Explanation:
     """Trace ``fn(*args, **kwargs)``, and its backward if something requires a gradient, and report on every graph.
 
-    Compiled regions compute nothing and return zeros. Code between them (after a graph break) does run, on these zeros.
-    No report is counted, logged or written, and ``last_report()`` does not change. Like ``torch._dynamo.explain``,
-    ``explain`` drops what Dynamo has compiled.
+    Compiled regions compute nothing and return zeros. Code between them (after a graph break) runs on these zeros. No
+    report is counted, logged or written. What Dynamo has compiled is dropped.
 
     Args:
-        config: the switches. By default, the switches in force; if nothing is switched on, the environment's switches.
-            Mode ``off`` counts as ``report``.
+        config: the switches. By default, the switches in force, or the environment's. Mode ``off`` counts as
+            ``report``.
 
     Raises:
         ConfigError: the environment holds a value that is not allowed.

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switch the pass on for every Inductor compile of the process, and off again.
 
-A *slot* is a setting of Inductor that holds custom passes (``inductor.pass_slot``). This module puts one pass object
-into each slot that the package uses. The object looks up the switches at each compile. It takes the switches of the
-innermost ``overlap()`` of this thread. Outside such a block it takes those of ``enable()``, else those of the
-environment. After ``disable()`` the object does nothing, even if another package's pass still calls the object.
+This module puts one pass object into each *slot*, a setting of Inductor that holds custom passes
+(``inductor.pass_slot``). At each compile the object takes the first of these switches:
+
+1. those of the innermost ``overlap()`` of this thread;
+2. those of ``enable()``;
+3. those of the environment.
+
+After ``disable()``, the object does nothing if another package's pass still calls it.
 """
 
 from __future__ import annotations
@@ -31,19 +35,16 @@ _Entry = tuple[object, OverlapConfig]
 
 
 class _Switch:
-    """The process-wide state: what ``enable`` or the environment has switched on, which import hooks wait, and what was
-    put into the slots."""
-
     base: OverlapConfig | None = None
     from_environment = False
     environment: OverlapConfig | None = None
     waiting: list[Callable[[], None]] = []
     shared_passes: dict[str, Any] = {}
-    """For each slot of the pipeline, the pass object that is put into the slot."""
+    """For each slot, the pass object that is put into it."""
     applied = False
     replaced: dict[str, tuple[Any, Any]] = {}
-    """For each slot, its value before the pass was put in, and its value after that. If overlap is switched off and the
-    slot still holds the second object, the first object is put back."""
+    """For each slot, its values before and after the pass was put in. When overlap is switched off, a slot that still
+    holds the second value gets the first value back."""
 
 
 _switch = _Switch()
@@ -55,11 +56,11 @@ def enable(**fields: Any) -> OverlapConfig:
     """Overlap in every graph that Inductor compiles from now on, in all threads, until ``disable()``. Inside a block of
     ``overlap()``, that block's switches are in force instead.
 
-    A second call replaces the first one's switches. Graphs that are already compiled stay as they are. If the new
-    switches could lead to other code, rank 0 logs a warning that names up to three functions compiled already.
+    A second call replaces the switches. Graphs that are already compiled stay as they are. If new switches could change
+    their code, rank 0 logs a warning.
 
     Args:
-        fields: fields of ``OverlapConfig``. For fields that are not given, the environment's variables hold.
+        fields: fields of ``OverlapConfig``. For other fields, the environment's variables hold.
 
     Raises:
         ConfigError: a field or a variable has a value that is not allowed.
@@ -79,13 +80,12 @@ def enable(**fields: Any) -> OverlapConfig:
 def disable() -> None:
     """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call.
 
-    Inductor's slots then hold only what others put there, and Inductor's functions are no longer wrapped. (Lowerings of
-    ops stay registered.) Graphs that are already compiled stay as they are. A backward that is not compiled yet is
-    compiled without overlap, even if its forward has overlap. The one exception is a forward that
-    ``backend="overlap_inductor"`` compiled: its backward is overlapped, too.
+    Inductor's slots then hold only what others put there, and its functions are no longer wrapped. Graphs that are
+    already compiled stay as they are. A backward that is not compiled yet gets no overlap, unless
+    ``backend="overlap_inductor"`` compiled its forward.
     """
     with _lock:
-        # This also cancels the hooks that the autoload entry point has left.
+        # This also cancels the hooks of the autoload entry point.
         import_hook.cancel_all()
         _switch.base = _switch.environment = None
         _switch.from_environment = False
@@ -101,18 +101,11 @@ def disable() -> None:
 
 @contextmanager
 def overlap(**fields: Any) -> Iterator[OverlapConfig]:
-    """Overlap in all graphs that are compiled inside the ``with`` block on this thread. ``overlap(mode="off")``
-    switches overlap off there.
+    """Overlap in all graphs that are compiled inside the ``with`` block on this thread, or, with ``mode="off"``, in
+    none.
 
-    Compiling is lazy: the first call of a compiled function has to be inside the block. The backward gets the
-    switches of the forward, even if the backward is compiled after the block.
-
-    Args:
-        fields: as for ``enable``.
-
-    Raises:
-        ConfigError: a field or a variable has a value that is not allowed.
-        UnsupportedError: this torch is too old or too new.
+    The first call of a compiled function compiles it, so this call must be inside the block. The backward gets the
+    switches of its forward, even after the block. Arguments and errors are those of ``enable``.
     """
     require_supported_torch()
     entry = (object(), OverlapConfig.from_environment(**fields))
@@ -122,16 +115,15 @@ def overlap(**fields: Any) -> Iterator[OverlapConfig]:
     try:
         yield entry[1]
     finally:
-        # The entry is removed by identity, not from the end: generators and coroutines may leave their blocks in any
-        # order.
+        # Removed by identity: generators and coroutines may leave their blocks in any order.
         _stack.set(tuple(e for e in _stack.get() if e is not entry))
         with _lock:
             _apply()
 
 
 def enable_from_environment() -> None:
-    """Like ``enable()``, for the autoload entry point: the first compile reads the variables. Logs a warning, and does
-    nothing, if this torch is not supported."""
+    """``enable()`` for the autoload entry point: the first compile reads the variables. If this torch is not supported,
+    it only logs a warning."""
     reason = unsupported_reason()
     if reason:
         log.warning("OVERLAP_INDUCTOR is set, but %s", reason)
@@ -142,11 +134,8 @@ def enable_from_environment() -> None:
 
 
 def effective() -> OverlapConfig | None:
-    """The configuration that a compile on this thread gets now. ``None`` if nothing is switched on.
-
-    Raises:
-        ConfigError: the environment's switch is in force, and a variable has a value that is not allowed.
-    """
+    """The configuration that a compile on this thread gets now; ``None`` if nothing is switched on. Raises
+    ``ConfigError`` if a variable that is in force has a value that is not allowed."""
     stack = _stack.get()
     if stack:
         return stack[-1][1]
@@ -165,7 +154,7 @@ def require_supported_torch() -> None:
 
 
 def install_hooks() -> None:
-    """Wrap Inductor's functions now, for a caller that is about to compile. This imports Inductor's modules."""
+    """Wrap Inductor's functions now. Imports Inductor's modules."""
     from overlap_inductor.inductor import hooks
     from overlap_inductor.passes.pipeline import POST_GRAD
 
@@ -192,8 +181,8 @@ def _warn_about_compiled() -> None:
 
 
 def _apply() -> None:
-    """Make Inductor follow the switches: put the pass into the slots or take it out, and wrap Inductor's functions.
-    Each of these steps waits until the module of Inductor that it changes is imported."""
+    """Put the pass into the slots or take it out, and wrap Inductor's functions, each when the module that it changes
+    is imported."""
     _cancel_waiting()
     if not _wanted() and not _switch.applied:
         return
@@ -205,8 +194,8 @@ def _apply() -> None:
 
 
 def _wanted(everywhere: bool = False) -> bool:
-    """Whether the slots should hold the passes on this thread. With ``everywhere``: on threads without an ``overlap()``
-    of their own. Does not read the environment."""
+    """Whether the slots should hold the passes on this thread. ``everywhere``: on threads without an ``overlap()`` of
+    their own. Does not read the environment."""
     stack = () if everywhere else _stack.get()
     if stack:
         return stack[-1][1].mode != "off"

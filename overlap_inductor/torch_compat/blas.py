@@ -21,12 +21,9 @@ _GETTERS = tuple(
 
 
 def switches() -> tuple[object, ...]:
-    """The current values of the settings that ``_GETTERS`` read. Examples are
-    ``torch.backends.cuda.preferred_blas_library()`` and ``torch.are_deterministic_algorithms_enabled()``. A program may
-    change these process-wide settings between two calls. So schedules that replay a vendor matmul (``chunked``,
-    ``small_message``) make the values part of the replay's key.
+    """The current values of the settings that ``_GETTERS`` read, for example ``preferred_blas_library()``.
 
-    The getters are private. They are used because this function runs at every call, and the public functions are
-    slower.
+    A program may change these process-wide settings between two calls, so a replayed vendor matmul has them in its key.
+    The public functions are slower, and this function runs at every call.
     """
     return tuple(getter() for getter in _GETTERS)

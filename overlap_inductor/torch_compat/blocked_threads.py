@@ -10,21 +10,21 @@ from torch._ops import OpOverloadPacket
 from torch.distributed import distributed_c10d
 
 _FRAMES = 4
-"""Number of innermost frames that are looked at. A call of an op adds at most this many frames."""
+"""Number of innermost frames to look at. A call of an op adds at most this many."""
 _CALLS = {OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__}
 _NOT_OF_ALL_RANKS = {"monitored_barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
 def in_collective(thread: int) -> bool:
-    """Whether the thread with the number ``thread`` (``threading.get_ident``) is inside a collective: an op of the
-    namespaces of collectives, or a function of ``torch.distributed``. Sends, receives and ``monitored_barrier`` do not
-    count, because gloo counts them differently on each rank."""
+    """Whether the thread ``thread`` (``threading.get_ident``) is inside a collective: an op of collectives, or a
+    function of ``torch.distributed``. Sends, receives and ``monitored_barrier`` do not count: gloo counts them
+    differently on each rank."""
     frame = sys._current_frames().get(thread)
     for _ in range(_FRAMES):
         if frame is None:
             return False
-        # Up to Python 3.12, reading a frame's locals keeps them alive until the frame returns. So only the frame of an
-        # op's call is read: another frame may hold a tensor that its function deletes to free memory.
+        # Up to Python 3.12, reading a frame's locals keeps them alive until the frame returns. Other frames may hold a
+        # tensor that their function deletes to free memory.
         if frame.f_code in _CALLS:
             op = frame.f_locals["self"]
             op = op._overloadpacket if isinstance(op, OpOverload) else op

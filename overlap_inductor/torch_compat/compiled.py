@@ -11,9 +11,8 @@ import torch
 
 
 def compiled_by_inductor() -> list[str]:
-    """The functions for which Dynamo holds code that Inductor generated, such as ``Block.forward (model.py:12)``, in
-    the order in which they were first compiled. Empty after ``torch.compiler.reset()``. Does not import
-    ``torch._dynamo``."""
+    """The functions for which Dynamo holds code of Inductor, such as ``Block.forward (model.py:12)``, in the order of
+    their first compile. Does not import ``torch._dynamo``."""
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")
     if convert_frame is None:
         return []

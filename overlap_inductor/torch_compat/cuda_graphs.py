@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells an observer when torch begins or ends the capture of a CUDA graph, and when torch replays a graph. Also tells
-whether Inductor captures the graph that it compiles.
+"""Tells an observer when torch captures or replays a CUDA graph, by wrapping three methods of torch's graph class.
 
-torch has no hook for this, so three methods of its graph class are wrapped, once per process. Their arguments, results
-and effects stay the same. Graphs that are captured and replayed by other means (the driver itself, another library) are
-not observed.
+Graphs that the driver or another library captures and replays are not observed.
 """
 
 from __future__ import annotations
@@ -26,11 +23,11 @@ class Observer(Protocol):
     """What ``observe`` calls. No method may raise for a graph that has nothing to do with this package."""
 
     def begun(self, graph: Any) -> None:
-        """The capture of the current stream into ``graph`` has just begun."""
+        """The capture of the current stream into ``graph`` has begun."""
         ...
 
     def ended(self, graph: Any) -> None:
-        """The capture into ``graph`` has ended, or has failed."""
+        """The capture into ``graph`` has ended or failed."""
         ...
 
     def replaying(self, graph: Any) -> AbstractContextManager[object]:
@@ -39,8 +36,7 @@ class Observer(Protocol):
 
 
 def observe(graphs: Any, observer: Observer) -> None:
-    """From now on, tell ``observer`` of every graph of the class ``graphs`` (``torch.cuda.CUDAGraph``). Call this once
-    per class."""
+    """Tell ``observer`` of every graph of the class ``graphs`` (``torch.cuda.CUDAGraph``). Call this once per class."""
     begin, end, launch = graphs.capture_begin, graphs.capture_end, graphs.replay
 
     @functools.wraps(begin)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups by name: their ranks, store, timeout, and what they can do."""
+"""Process groups by name."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from overlap_inductor.errors import OverlapError
 
 
 def resolve_group(group_name: str) -> dist.ProcessGroup:
-    """The live process group of this name. Functional collectives refer to groups by name.
-
-    Raises:
-        OverlapError: this process has no such group now.
-    """
+    """The live process group of this name. Raises ``OverlapError`` if this process has no such group now."""
     try:
         return _resolve_process_group(group_name)
     except (RuntimeError, ValueError) as error:
@@ -35,7 +31,7 @@ def default_group() -> dist.ProcessGroup | None:
 
 
 def group_ranks(group_name: str) -> tuple[int, ...] | None:
-    """Global ranks of a group in group order, or ``None`` if this process has no such group."""
+    """Global ranks of a group in group order, or ``None`` if there is no such group."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     try:
@@ -46,13 +42,13 @@ def group_ranks(group_name: str) -> tuple[int, ...] | None:
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The group's key-value store. It prefixes keys with the group's name. Raises ``KeyError`` if the group was
+    """The group's key-value store, which prefixes keys with the group's name. Raises ``KeyError`` if the group was
     destroyed."""
     return distributed_c10d._world.pg_map[group][1]
 
 
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
-    """How long the group's backend waits for a collective; torch's default if the backend does not say."""
+    """The backend's timeout for a collective; torch's default if the backend has none."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     try:
         return group._get_backend(device).options._timeout
@@ -61,10 +57,14 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
 
 
 def counter(group: dist.ProcessGroup) -> tuple[Callable[[], int], bool]:
-    """``(count, exact)``. ``count`` returns how many collectives the group's backend has issued on this rank. This is
-    the count of the accelerator's backend or, if that backend has no count, of the CPU's backend. If neither has a
-    count, ``count`` returns 0. ``exact``: whether the backend counts collectives only. NCCL does so (``seqCollective_``
-    of torch's ``ProcessGroupNCCL``). Gloo also counts sends and receives."""
+    """``(count, exact)``.
+
+    ``count`` returns how many collectives the group's backend has issued on this rank: the accelerator's backend, else
+    the CPU's. If neither counts, 0.
+
+    ``exact``: whether only collectives are counted, as in NCCL (``seqCollective_`` of torch's ``ProcessGroupNCCL``).
+    Gloo also counts sends and receives.
+    """
     for device in (torch.accelerator.current_accelerator(), torch.device("cpu")):
         try:
             backend = group._get_backend(device)
@@ -80,8 +80,8 @@ def _uncounted() -> int:
 
 
 def group_description(group_name: str) -> str | None:
-    """The group's description; ``None`` if it has none. If a ``DeviceMesh`` made the group, this is the name of the
-    mesh dim (``tp``). Raises ``OverlapError`` if there is no such group."""
+    """The group's description, or ``None``. For a group of a ``DeviceMesh``, the name of the mesh dim (``tp``). Raises
+    ``OverlapError`` if there is no such group."""
     group = resolve_group(group_name)
     description = getattr(group, "group_desc", None)
     if not description or description in ("default_pg", "undefined"):
@@ -90,7 +90,6 @@ def group_description(group_name: str) -> str | None:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether the group was created and not yet destroyed."""
     return group in distributed_c10d._world.pg_map
 
 
@@ -105,8 +104,8 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 
 
 def why_no_send(group_name: str, device: torch.device) -> str | None:
-    """Why the group's backend cannot send tensors on ``device`` from rank to rank, or ``None`` if it can. Raises
-    ``OverlapError`` if there is no such group."""
+    """Why the group's backend cannot send tensors on ``device``, or ``None``. Raises ``OverlapError`` if there is no
+    such group."""
     group = resolve_group(group_name)
     try:
         backend = group._get_backend(device).name()
@@ -118,7 +117,7 @@ def why_no_send(group_name: str, device: torch.device) -> str | None:
 
 
 def why_no_backend(device: torch.device) -> str | None:
-    """Why this torch has no backend for groups with tensors on ``device``, or ``None`` if it has one."""
+    """Why this torch has no backend for tensors on ``device``, or ``None``."""
     if not dist.is_available():
         return "this torch was built without torch.distributed"
     backend = dist.get_default_backend_for_device(device)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program of many ranks in one process, as rank 0. PyTorch's ``fake`` backend stands for the other ranks, so
-nothing is sent."""
+"""Runs a program of many ranks in one process, with PyTorch's ``fake`` backend."""
 
 from __future__ import annotations
 
@@ -25,15 +24,14 @@ class RanksError(ConfigError):
 
 @contextmanager
 def one_process_as(ranks: int, fixed: bool, most: int | None = None) -> Iterator[None]:
-    """In this context, every process group that the program makes has the ``fake`` backend. This process is rank 0 of
-    the default group. If the program passes another ``rank``, this process is that rank. The environment variables of
-    ``torchrun`` are set to match. At the end the variables are restored and the default group is destroyed.
+    """In this context, every new process group has the ``fake`` backend. This process is rank 0 of the default group,
+    or the ``rank`` that the program passes. The environment variables of ``torchrun`` match. At the end, they are
+    restored and the default group is destroyed.
 
     Args:
         ranks: size of the default group, unless the program passes a ``world_size``.
-        fixed: True if a ``world_size`` other than ``ranks`` raises ``RanksError``.
-        most: the largest ``world_size`` that the program may ask for. A larger one raises ``RanksError``. ``None``: no
-            limit.
+        fixed: whether another ``world_size`` raises ``RanksError``.
+        most: a larger ``world_size`` raises ``RanksError``. ``None``: no limit.
     """
 
     def init_process_group(
@@ -57,7 +55,7 @@ def one_process_as(ranks: int, fixed: bool, most: int | None = None) -> Iterator
         make_group("fake", timeout=timeout, world_size=size, rank=rank if 0 <= rank < size else 0)
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *rest: Any, **keywords: Any) -> Any:
-        # The given backend is ignored: any backend but ``fake`` would try to connect to the other ranks.
+        # Any backend but ``fake`` would try to connect to the other ranks.
         return make_subgroup(ranks, timeout, None, *rest, **keywords)
 
     make_group, make_subgroup = dist.init_process_group, dist.new_group

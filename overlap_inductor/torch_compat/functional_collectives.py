@@ -20,8 +20,8 @@ _BREAKS_THE_GRAPH = (release(torch_version()) or (0, 0)) < (2, 13)
 
 
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-gather ``x`` along ``dim``. If torch's own function would break the graph, this function gathers along dim 0
-    and then moves the shards to ``dim``."""
+    """All-gather ``x`` along ``dim``. If torch's function would break the graph, gather along dim 0 and move the
+    shards."""
     if dim == 0 or not _BREAKS_THE_GRAPH:
         return _all_gather(x, dim, group)
     stacked = _all_gather(x, 0, group)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells which inputs of a graph are parameters and buffers of a module, and whether ranks can compare the inputs."""
+"""Tells which inputs of a graph are parameters and buffers, and whether ranks can compare the inputs.
+
+Ranks compare the inputs that a call of the compiled graph passes.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ from torch import fx
 
 
 def freezing() -> str | None:
-    """Why the ranks cannot compare the inputs of the graph that is being compiled, if Inductor's freezing is on.
-    Else ``None``. After the passes of the joint graph, freezing turns parameters into constants. A call of the compiled
-    graph does not pass these parameters."""
+    """Why the ranks cannot compare the inputs of the graph being compiled, if Inductor's freezing is on; else ``None``.
+    Freezing makes constants of parameters."""
     from torch._inductor import config
 
     if config.freezing and not torch.is_grad_enabled():
@@ -21,12 +23,10 @@ def freezing() -> str | None:
 
 
 def nested_region(graph: fx.Graph) -> str | None:
-    """Why the ranks cannot compare the inputs of ``graph``, if ``graph`` is a subgraph (such as that of
-    ``torch.compiler.nested_compile_region``). ``None`` for a whole graph. The ranks compare what a call of the compiled
-    graph passes, and such a call passes only the inputs of the whole graph.
+    """Why the ranks cannot compare the inputs of ``graph``, if ``graph`` is a subgraph
+    (``torch.compiler.nested_compile_region``); else ``None``. A call passes only the inputs of the whole graph.
 
-    AOTAutograd puts a description into the metadata of each input of a graph that it traced. Inputs of subgraphs have
-    none.
+    AOTAutograd adds a description to each input of a traced graph, but not of its subgraphs.
     """
     inputs = graph.find_nodes(op="placeholder")
     if inputs and not any("desc" in node.meta for node in inputs):
@@ -35,12 +35,11 @@ def nested_region(graph: fx.Graph) -> str | None:
 
 
 def is_parameter(node: fx.Node) -> bool | None:
-    """Whether a placeholder of the graph that is being compiled is a parameter or buffer of a module. An inner tensor
-    of a parameter that is a tensor subclass counts, too. ``None`` if this is unknown, as for a graph that Dynamo did
-    not trace.
+    """Whether a placeholder of the graph being compiled is a parameter or buffer, or an inner tensor of one. ``None``
+    if this is unknown (without Dynamo, for example).
 
-    AOTAutograd calls such inputs static and lists their positions among the forward's inputs. The names of a backward
-    graph's inputs contain these positions, counted from 1.
+    AOTAutograd lists the positions of such inputs among the forward's inputs. Names of a backward's inputs contain the
+    positions, counted from 1.
     """
     from torch._guards import TracingContext
 

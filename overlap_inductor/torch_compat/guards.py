@@ -12,14 +12,13 @@ import torch
 
 @contextmanager
 def without_guards(shape_env: Any | None) -> Iterator[None]:
-    """In this context, a fake function that compares symbolic sizes adds no guard. The comparison is answered as if
-    nothing were known about the sizes.
+    """In this context, a comparison of symbolic sizes adds no guard. The answer is as if nothing were known about the
+    sizes.
 
     Suppressing guards alone is not enough. A chunk of ``s // 8`` rows has one row if the first call has 8 tokens. A
-    fake function that learns this writes a 1 into the shape, and the shape would then be wrong for all later calls.
+    fake function could then write 1 into the shape, wrong for later calls.
 
-    Args:
-        shape_env: the graph's ``ShapeEnv``; ``None`` if all sizes are ints.
+    ``shape_env``: the graph's ``ShapeEnv``; ``None`` if all sizes are ints.
     """
     if shape_env is None:
         yield
@@ -31,8 +30,7 @@ def without_guards(shape_env: Any | None) -> Iterator[None]:
 
 
 def same_expression(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two sizes are equal after their products are expanded. The sizes of joined pieces may compare equal only
-    in that form. Adds no guard."""
+    """Whether two sizes are equal after their products are expanded. Adds no guard."""
     import sympy
 
     one, other = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (a, b))
@@ -40,8 +38,8 @@ def same_expression(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 
 
 def same_without_floors(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal because a division in them is known to leave no remainder: ``2 * (s0 // 2)`` is
-    ``s0`` if a guard says that ``s0`` is even. Adds no guard."""
+    """Whether two sizes are equal because a division leaves no remainder. ``2 * (s0 // 2)`` is ``s0`` if a guard says
+    that ``s0`` is even. Adds no guard."""
     import sympy
     from torch.fx.experimental.symbolic_shapes import statically_known_true
     from torch.utils._sympy.functions import FloorDiv
@@ -62,6 +60,5 @@ def same_without_floors(a: Any, b: Any) -> bool:
 
 
 def decide(condition: Any) -> bool:
-    """The answer to ``condition``, a bool or ``SymBool``, for the example's sizes. The answer becomes a guard of the
-    compiled graph: for sizes with the other answer, the graph is compiled anew."""
+    """``condition``, a bool or ``SymBool``, for the example's sizes. The answer becomes a guard."""
     return bool(condition)

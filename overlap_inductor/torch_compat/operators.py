@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads which operator a node calls, with which arguments, and which of these arguments the operator writes. (The
-type of an operator is private in PyTorch. So these functions are in ``torch_compat``.)"""
+"""Reads which operator a node calls, its arguments, and which of them it writes. (The type of an operator is private in
+PyTorch.)"""
 
 from __future__ import annotations
 
@@ -34,18 +34,16 @@ def full_name(node: fx.Node) -> str:
 
 
 def is_functional_collective(node: fx.Node) -> bool:
-    """Whether ``node`` is a functional collective or its ``wait_tensor``."""
     return qualified_name(node)[0] in FUNCTIONAL_COLLECTIVES
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether ``node`` is the ``wait_tensor`` of a functional collective."""
     return qualified_name(node) == ("_c10d_functional", "wait_tensor")
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """The argument that the schema calls ``name``, whether it was passed by position or by keyword. If it was not
-    passed: the schema's default if there is one, otherwise ``default``."""
+    """The argument that the schema calls ``name``, by position or by keyword. If not passed: the schema's default, else
+    ``default``."""
     op = operator(node)
     for position, schema in enumerate(op._schema.arguments if op is not None else ()):
         if schema.name == name:
@@ -56,8 +54,8 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def with_arguments(node: fx.Node, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of ``node``, positional and by keyword. An argument whose name in the schema is in ``values`` has
-    the value given there."""
+    """The arguments of ``node``, positional and by keyword, with ``values`` in place of the arguments of these
+    names."""
     op = operator(node)
     names = [a.name for a in op._schema.arguments][: len(node.args)] if op is not None else []
     args = tuple(values.get(name, given) for name, given in zip(names, node.args, strict=True))
@@ -65,13 +63,11 @@ def with_arguments(node: fx.Node, values: dict[str, Any]) -> tuple[tuple[Any, ..
 
 
 def has_tag(node: fx.Node, tag: torch.Tag) -> bool:
-    """Whether ``node`` calls an operator with this tag."""
     op = operator(node)
     return op is not None and tag in op.tags
 
 
 def is_mutable(node: fx.Node) -> bool:
-    """Whether the operator writes to any of its arguments."""
     op = operator(node)
     return op is not None and op._schema.is_mutable
 
@@ -88,12 +84,10 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def leaves(values: Any) -> list[Any]:
-    """The values in nested lists, tuples and dictionaries."""
     return _pytree.tree_leaves(values)
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors in nested lists, tuples and dictionaries."""
     return [v for v in _pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
 
 
@@ -103,13 +97,11 @@ def fake_mode(values: Any) -> Any:
 
 
 def lowering_name(node: fx.Node) -> str | None:
-    """The name of the Inductor lowering that ``node`` calls, if one of Inductor's patterns has replaced several nodes
-    by ``node``. ``None`` for any other node."""
+    """The name of the Inductor lowering that ``node`` calls, or ``None``. Inductor's patterns write such nodes."""
     return node.target.__name__ if getattr(node.target, "_inductor_lowering_function", False) else None
 
 
 def summed_matmuls(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """The four operands of the node by which Inductor has replaced ``mat1 @ mat2 + mat3 @ mat4``, or ``None`` for any
-    other node."""
+    """The four operands, if Inductor wrote ``node`` for ``mat1 @ mat2 + mat3 @ mat4``; else ``None``."""
     known = lowering_name(node) == "mm_plus_mm" and tuple(node.kwargs) == ("mat1", "mat2", "mat3", "mat4")
     return tuple(node.kwargs.values()) if known else None

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps nodes in an order that no data dependency enforces. Inductor's ``control_deps`` enforces this order. Also
-checks that the order was kept.
+"""Keeps nodes in an order that no data dependency enforces, and checks that the order was kept.
 
-The unrolled steps of a ring write to a buffer in flight and read from it. Functional passes leave the steps in the
-graph's order. But some of Inductor's own passes run after ours and move nodes by their data dependencies alone. So
-rings are not unrolled if such a pass is on (``moving_pass``). If another pass has moved a step, the compile ends with
-an error (``moved``), because the graph would read data that has not arrived.
+Unrolled steps of a ring write to a buffer in flight and read from it. Some later passes of Inductor move nodes by data
+dependencies alone. If such a pass is on (``moving_pass``), rings are not unrolled. If another pass has moved a step
+(``moved``), the compile raises an error. Otherwise, the graph would read data that has not arrived.
 
-``preserve_order`` makes each key of ``edges`` run after its values::
+``preserve_order`` makes each key of ``edges`` run after its values, with Inductor's ``control_deps``::
 
     start = gather_start(x); y = mm(x, w); wait = gather_step(start)     # edges {y: {start}, wait: {y}}
     ->
@@ -36,14 +34,12 @@ _NOTED = "overlap_inductor_order"
 
 
 def starts_transfer(node: fx.Node) -> bool:
-    """Whether ``node``'s result is the buffer of a transfer in flight."""
     namespace, name = qualified_name(node)
     return namespace == "overlap_inductor" and name in STARTS
 
 
 def moving_pass() -> str | None:
-    """The name of an Inductor setting that is on and makes a later pass move nodes, without regard to writes in place.
-    ``None`` if no such setting is on."""
+    """An Inductor setting (its name) that is on and lets a later pass move nodes past writes, or ``None``."""
     from torch._inductor import config
 
     for name in ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx"):
@@ -54,8 +50,8 @@ def moving_pass() -> str | None:
 
 
 def prefetcher() -> str | None:
-    """The name of an Inductor setting that is on and moves gathers of weights ahead, so that earlier work hides them.
-    ``None`` if no such setting is on: each gather then stands where the weight is used."""
+    """An Inductor setting (its name) that is on and moves gathers of weights ahead, or ``None``. Without it, a gather
+    stands where its weight is used."""
     from torch._inductor import config
 
     if config.reorder_for_compute_comm_overlap:
@@ -65,13 +61,13 @@ def prefetcher() -> str | None:
 
 
 def note_order(graph: fx.Graph) -> None:
-    """For each node that reads or writes a buffer in flight, record how many writes to the buffer precede the node."""
+    """Record, for each node that uses a buffer in flight, how many writes to the buffer precede it."""
     _each_access(graph, lambda node, counts: node.meta.__setitem__(_NOTED, counts))
 
 
 def moved(graph: fx.Graph) -> str | None:
-    """The name of a node whose number of preceding writes differs from what ``note_order`` recorded, or ``None``. Nodes
-    that a pass has made since then have no record and are not checked."""
+    """The name of a node whose number of preceding writes differs from the record of ``note_order``, or ``None``. Newer
+    nodes have no record and are not checked."""
     found: list[str] = []
     _each_access(
         graph, lambda node, counts: found.append(node.name) if node.meta.get(_NOTED, counts) != counts else None
@@ -95,10 +91,9 @@ def _each_access(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, int]], obj
 
 
 def preserve_order(graph: fx.Graph, edges: dict[fx.Node, set[fx.Node]]) -> None:
-    """Make Inductor schedule every key of ``edges`` after its values. No tensor is copied for this.
+    """Make Inductor schedule every key of ``edges`` after its values, without copies.
 
-    The keys are wrapped in ``control_deps``, which hides their targets from later pattern matching. So call this as the
-    last step of a pass.
+    Call this last in a pass: ``control_deps`` hides the targets of the keys from pattern matching.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet

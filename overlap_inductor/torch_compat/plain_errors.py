@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets the package's own errors pass through Dynamo and Inductor as they are.
 
-An exception that leaves a backend reaches the user as ``BackendCompilerFailed``. Some 40 lines of torch's frames stand
-above the message, and two lines about bugs of PyTorch below it. Only the type ``ShortenTraceback`` is
-treated differently: Dynamo and Inductor raise such an error again as it is, and ask it to drop their frames.
+Other exceptions of a backend become ``BackendCompilerFailed``, with some 40 lines of torch's frames and advice about
+PyTorch bugs. An error of type ``ShortenTraceback`` is raised again as it is. Dynamo and Inductor ask it to drop their
+frames.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from overlap_inductor.errors import OverlapError
 
 @contextmanager
 def shown_plainly() -> Iterator[None]:
-    """An ``OverlapError`` that leaves the block keeps its type and message, and reaches the caller of the compiled
-    function without frames of torch. ``TORCHDYNAMO_VERBOSE=1`` keeps the frames."""
+    """An ``OverlapError`` that leaves the block keeps its type and message, and shows no frames of torch.
+    ``TORCHDYNAMO_VERBOSE=1`` keeps the frames."""
     try:
         yield
     except OverlapError as error:
@@ -47,13 +47,13 @@ def _plain_type(kind: Any) -> Any:
             self.__dict__.update(vars(error))
 
         def remove_dynamo_frames(self) -> Any:
-            # Dynamo has added advice about bugs of PyTorch to the message. The next line restores the original message.
+            # Undo the advice that Dynamo has added to the message.
             self.args = self._error.args
             return self if config.verbose else self.with_traceback(None)
 
         def __reduce__(self) -> Any:
             return self._error.__reduce__()
 
-    # With these names, the last line of a traceback names the class of the original error.
+    # The last line of a traceback then names the class of the original error.
     Plain.__module__, Plain.__name__, Plain.__qualname__ = kind.__module__, kind.__name__, kind.__qualname__
     return Plain

@@ -10,6 +10,5 @@ _TAG = "recompute"
 
 
 def compute_again(node: fx.Node) -> None:
-    """Let the backward compute ``node`` again, so that its value is not saved. If the user's checkpointing has set a
-    tag, the tag stays."""
+    """Let the backward compute ``node`` again instead of saving its value. A tag of the user's checkpointing stays."""
     node.meta.setdefault(_TAG, CheckpointPolicy.MUST_RECOMPUTE)

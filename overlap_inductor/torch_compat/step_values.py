@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluates the values (``meta["val"]``) of the nodes that a rewrite creates. Equal nodes are evaluated once. After the
-pass, Inductor evaluates a node again only if an argument of the node has changed (``up_to_date``).
+"""Evaluates the values (``meta["val"]``) of the nodes that a rewrite creates. Equal nodes are evaluated once.
 
-The layers of a model have the same steps: the same operators on tensors of the same sizes. So the sizes of a fake
-function's result are remembered, and the next equal node gets a new fake tensor of those sizes without another
-evaluation. Views, and nodes with a symbolic size, are evaluated each time. A forward graph of 32 layers has 64 sites
-and about 2750 steps; evaluating all of them took most of the pass's time.
+The layers of a model have equal steps: the same operators on tensors of the same sizes. Evaluating all 2750 steps of 32
+layers took most of the pass's time. Views, and nodes with a symbolic size, are evaluated each time.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from overlap_inductor.torch_compat.guards import without_guards
 
 _MARK = "overlap_inductor_valued"
 NOT_COPIED = ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "from_node", "original_aten")
-"""Metadata of a node that a rewrite does not copy to the new node: it describes the old node's value or operator."""
+"""Metadata that a rewrite does not copy to a new node: it describes the old node's value or operator."""
 
 
 class StepValues:
@@ -34,11 +31,8 @@ class StepValues:
         self._known: dict[Any, tuple[Any, ...] | None] = {}
 
     def evaluate(self, node: fx.Node, site: str) -> Any:
-        """The result of ``node`` as a new fake tensor. ``site``: the site's id. It may be an argument of ``node``, but
-        it does not affect the result.
-
-        A node with a symbolic size is always evaluated, never looked up.
-        """
+        """The result of ``node`` as a new fake tensor. ``site``: the site's id, an argument that does not affect the
+        result."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         mark(node)
         # A graph has one fake mode.
@@ -51,7 +45,7 @@ class StepValues:
         if found is not None:
             return _fresh(mode, *found)
         self.evaluated += 1
-        # A comparison of symbolic sizes must not become a guard, because the model was traced without this guard.
+        # A comparison of symbolic sizes must not become a guard: the model was traced without it.
         with mode, without_guards(mode.shape_env):
             value = node.target(*args, **kwargs)
         if key is not None and _is_new(value, (args, kwargs)):
@@ -59,14 +53,14 @@ class StepValues:
         return value
 
     def keep(self, node: fx.Node) -> None:
-        """An argument of ``node`` was replaced. Mark ``node`` as up to date if its value is still right.
+        """Call this after an argument of ``node`` was replaced. Marks ``node`` as up to date if a new evaluation has
+        the same sizes, strides, offset, dtype and device.
 
-        The value is right if a new evaluation has the same sizes, strides, offset, dtype and device. A view shares
-        memory with its argument. So a view gets the newly evaluated value, and so do the views of that view. If one of
-        these views cannot be evaluated here, all of them are left to Inductor.
+        A view gets the new value, because it shares memory with its argument. So do the views of this view. If one of
+        these views cannot be evaluated here, all are left to Inductor.
 
-        Without the mark, Inductor gives the node a new value, and finds that the storages of the new value and of the
-        old value differ. Inductor then evaluates every node that depends on this node, to the end of the graph.
+        An unmarked node gets a new value with another storage from Inductor. Inductor then evaluates every node that
+        depends on it.
         """
         pending = [node]
         views: list[tuple[fx.Node, Any]] = []
@@ -87,9 +81,8 @@ class StepValues:
             pending += [u for u in reader.users if memory in map(_memory, _strided(u.meta.get("val")))]
 
     def _as_before(self, node: fx.Node) -> FakeTensor | None:
-        """The value of ``node`` for its present arguments: its stored value or, for a view, a new value.
-        ``None`` if the value cannot be evaluated here, or if a new evaluation has other sizes, strides, offset, dtype
-        or device. The node is marked if the result is not ``None``."""
+        """The value of ``node`` for its present arguments: the stored value or, for a view, a new one. Marks the node.
+        Returns ``None``, without a mark, if the node cannot be evaluated here, or if layout, dtype or device change."""
         value = node.meta.get("val")
         if operators.operator(node) is None or operators.is_mutable(node) or not isinstance(value, FakeTensor):
             return None
@@ -110,8 +103,7 @@ class StepValues:
 
 
 def evaluated(node: fx.Node) -> Any:
-    """The value of ``node``, computed from the values of its arguments without adding a guard. The node is not
-    marked."""
+    """``computed`` for ``node`` and the values of its arguments. Does not mark the node."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return computed(node.target, *args, **kwargs)
 
@@ -128,19 +120,18 @@ def computed(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def mark(node: fx.Node) -> None:
-    """Note that the node's value is up to date for its present arguments."""
     node.meta[_MARK] = (node.args, node.kwargs)
 
 
 def up_to_date(node: fx.Node) -> bool:
-    """Whether the node still has the arguments for which it was marked. Comparing by identity suffices: a node's
-    arguments are replaced, never changed in place."""
+    """Whether the node still has the arguments for which it was marked. Identity suffices: a node's arguments are
+    replaced, never changed in place."""
     args, kwargs = node.meta.get(_MARK, (None, None))
     return args is node.args and kwargs is node.kwargs
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """A number for the memory of ``tensor``: two tensors that share memory have the same number."""
+    """A number that is equal for tensors that share memory."""
     return tensor.untyped_storage()._cdata
 
 
@@ -149,8 +140,8 @@ def _strided(values: Any) -> list[torch.Tensor]:
 
 
 def _lies(value: FakeTensor) -> tuple[Any, ...] | None:
-    """Sizes, strides, offset, dtype and device of ``value``. ``None`` if one of the numbers is symbolic, or if
-    ``value`` is not strided."""
+    """Sizes, strides, offset, dtype and device of ``value``. ``None`` if a number is symbolic or ``value`` is not
+    strided."""
     sizes = (*value.shape, *value.stride(), value.storage_offset())
     if value.layout is not torch.strided or any(type(n) is not int for n in sizes):
         return None
@@ -179,8 +170,7 @@ def _key(value: Any, site: str) -> Any:
 
 
 def _is_new(value: Any, given: Any) -> bool:
-    """Whether ``value`` is a plain tensor of known size that shares no memory with a tensor in ``given``. False for a
-    view, which can only be made from its base."""
+    """Whether ``value`` is a plain tensor of known size that shares no memory with a tensor in ``given``."""
     if type(value) is not FakeTensor or value.layout is not torch.strided or value.storage_offset():
         return False
     if value.is_conj() or value.is_neg():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ByStorage``: values that belong to the memory of tensors, not to the tensor objects. Some tensors are new objects
-at each call, in the same memory: a parameter that is a tensor subclass, or a tensor that was saved for backward."""
+"""``ByStorage``: values that belong to the memory of tensors. A tensor that was saved for backward, for example, is a
+new object in the same memory at each call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ T = TypeVar("T")
 
 class ByStorage(Generic[T]):
     """A dictionary whose keys are sequences of tensors, compared by storage and offset. The address does not count:
-    FSDP2 frees a gathered parameter by resizing its storage, and allocates its memory elsewhere later.
+    FSDP2 frees and reallocates the memory of a parameter's storage.
 
-    An entry keeps none of the tensors' memory alive. It ends when one of its storages is freed. From then on ``get``
-    cannot find the entry. No later storage gets the freed storage's ``_cdata``, because the entry's weak reference
-    keeps this number in use. The next ``put`` drops the entry.
+    An entry keeps no memory alive. After one of its storages is freed, ``get`` no longer finds the entry, and the next
+    ``put`` drops it. Until then, its weak reference reserves the storage's ``_cdata``. So no new storage has this key.
     """
 
     def __init__(self) -> None:
@@ -40,5 +39,5 @@ class ByStorage(Generic[T]):
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    # The offset tells views of one storage apart.
+    # Views of one storage differ in their offset.
     return tuple([n for t in tensors for n in (t.untyped_storage()._cdata, t.storage_offset())])

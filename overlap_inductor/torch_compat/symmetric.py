@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric memory of a process group: one allocation of the same size on every rank, which all ranks map. Also decides
-whether a group can have symmetric memory.
-"""
+"""Symmetric memory of a process group: one allocation of the same size on every rank, which all ranks map."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from overlap_inductor.torch_compat.target import on_gpu
 from overlap_inductor.torch_compat.target import target
 
-# Used by every call of an op. Looking up a global of this module is faster than an attribute of ``torch.cuda``.
+# Used by every call of an op: a global of this module is faster than an attribute of ``torch.cuda``.
 _initialized, _capturing = torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 """``(GPU's number) -> address of its current stream``."""
@@ -31,7 +29,7 @@ class SymmetricBuffer:
 
     Attributes:
         local: this rank's allocation.
-        peers: the allocations of all ranks as tensors of this process; ``local`` at this rank's index.
+        peers: all ranks' allocations; ``local`` at this rank's index.
         pointers: int64 ``[ranks]`` on the device, the addresses of ``peers``.
         handle: torch's handle, kept alive.
     """
@@ -43,29 +41,29 @@ class SymmetricBuffer:
 
 
 Together = Callable[[str, Callable[[], Any]], Any]
-"""``(what, attempt) -> result``: makes an attempt on every rank of a group, and raises on all of them if it failed on
-one (``runtime.all_or_none``)."""
+"""``(what, attempt) -> result``: runs the attempt on every rank of a group. All ranks raise if it fails on one
+(``runtime.all_or_none``)."""
 
 
 def each_alone(what: str, attempt: Callable[[], Any]) -> Any:
-    """A ``Together`` that does not tell the other ranks of a failure: a rank that fails may leave them waiting."""
+    """A ``Together`` that tells no other rank of a failure, so the others may keep waiting."""
     return attempt()
 
 
 def allocate(
     elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup, together: Together = each_alone
 ) -> SymmetricBuffer:
-    """Zeros ``[elements]`` of ``dtype`` on every rank. All ranks of the group call this together, and not while a CUDA
-    graph is captured.
+    """Zeros ``[elements]`` of ``dtype`` on every rank. All ranks of the group call this together, outside CUDA graph
+    captures.
 
-    Two steps may fail on one rank alone, so each is tried ``together``. The first allocates, before any rank waits for
-    another rank's handle. The second maps the peers' memory. A failed attempt leaves nothing allocated.
+    A rank tries each of two steps ``together`` with the others: allocate, then map the peers' memory. A failed attempt
+    leaves nothing allocated.
 
     Raises:
         NotOnAllRanks: a rank could not allocate or map (raised by ``together``).
     """
-    # The rendezvous takes a little memory from the caching allocator, and keeps it as long as the buffer lives. CUDA
-    # graph trees claim what the thread of a graph's first run allocates. So a separate thread calls the rendezvous.
+    # CUDA graph trees claim what the thread of a graph's first run allocates. The rendezvous keeps a little such
+    # memory.
     with ThreadPoolExecutor(1, "overlap_inductor allocates") as thread:
         return thread.submit(_allocate, elements, dtype, device, group, together).result()
 
@@ -75,7 +73,7 @@ def _allocate(
 ) -> SymmetricBuffer:
     from torch.distributed import _symmetric_memory
 
-    # This thread is new. So it is outside inference mode, and does not have the caller's current device.
+    # The new thread is outside inference mode, and lacks the caller's current device.
     torch.cuda.set_device(device)
     nbytes = elements * dtype.itemsize
     local = together(
@@ -99,8 +97,8 @@ def _allocate(
 
 
 def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``values`` on the device; on a GPU, in the pool of symmetric memory. If memory outside this pool is allocated
-    in a graph's first run, CUDA graph trees claim it for that graph."""
+    """``values`` on the device; on a GPU, in the pool of symmetric memory. CUDA graph trees claim other memory that a
+    graph's first run allocates."""
     if device.type != "cuda":
         return values.to(device)
     from torch.distributed import _symmetric_memory
@@ -110,7 +108,7 @@ def lasting(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def lasting_bytes(size: int, device: torch.device) -> torch.Tensor:
-    """``size`` uninitialized bytes (int8) in the pool of symmetric memory. Allowed while a CUDA graph is captured."""
+    """``size`` uninitialized bytes in the pool of symmetric memory. Allowed while a CUDA graph is captured."""
     from torch.distributed import _symmetric_memory
 
     with torch.inference_mode(False):
@@ -118,20 +116,18 @@ def lasting_bytes(size: int, device: torch.device) -> torch.Tensor:
 
 
 def capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
     return _initialized() and _capturing()
 
 
 @functools.cache
 def hardware_queues() -> int:
-    """Number of hardware queues that the streams of this process share: ``CUDA_DEVICE_MAX_CONNECTIONS``, by default 8.
-    The result is cached, because CUDA also reads the variable only once."""
+    """Number of hardware queues of this process's streams: ``CUDA_DEVICE_MAX_CONNECTIONS``, by default 8. Cached: CUDA
+    reads the variable only once, too."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(given) if given.isdecimal() and int(given) else 8
 
 
 def one_queue() -> bool:
-    """Whether all streams of this process share one hardware queue."""
     return hardware_queues() == 1
 
 
@@ -141,7 +137,7 @@ def stream_number(device: torch.device) -> int:
 
 
 def current_stream_number() -> int:
-    """Address of the current stream of the current GPU."""
+    """Address of the current GPU's current stream."""
     return raw_stream(torch.cuda.current_device())
 
 
@@ -151,7 +147,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def ranks_share_gpus() -> bool:
-    """Whether an environment variable of torch allows ranks that share a GPU to use symmetric memory."""
+    """Whether torch's environment variable lets ranks on the same GPU use symmetric memory."""
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
@@ -172,8 +168,8 @@ class Reach(NamedTuple):
 
 
 def reach() -> Reach | None:
-    """The ``Reach`` of this process's GPU, or of a GPU of the machine that plans are made for (``target``). ``None``
-    for this machine before CUDA is initialized. Inductor's cache key covers the result (``inductor.fingerprint``)."""
+    """The ``Reach`` of this process's GPU, or of a GPU of ``target``. ``None`` for this machine before CUDA is
+    initialized."""
     if (box := target()) is not None:
         return Reach(box.capability, box.gpus, box.gpus, ())
     if not torch.cuda.is_initialized():
@@ -190,8 +186,7 @@ def _reach(here: int, local: int) -> Reach:
 
 
 def why_no_kernels(device: torch.device) -> str | None:
-    """Why this package's kernels cannot run on a group's GPUs, or ``None`` if they can. Ranks with the same kind of GPU
-    reach the same result."""
+    """Why this package's kernels cannot run on the GPU, or ``None``. The same on all ranks with this kind of GPU."""
     facts = reach()
     if not on_gpu(device):
         return f"it needs NVIDIA GPUs; the tensors are on {device.type}"
@@ -203,13 +198,12 @@ def why_no_kernels(device: torch.device) -> str | None:
 
 
 def _machines(ranks: tuple[int, ...], local_ranks: int) -> int:
-    """Number of machines that the ranks run on."""
     return len({rank // local_ranks for rank in ranks})
 
 
 def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str | None:
-    """Why kernels of a group with these global ranks cannot reach the peers' memory, or ``None`` if they can. All ranks
-    of the group reach the same result if their GPUs are alike and equally linked."""
+    """Why kernels of these global ranks cannot reach peers' memory, or ``None``. The same on all ranks if their GPUs
+    are alike and equally linked."""
     reason = why_no_kernels(device)
     facts = reach()
     if not on_gpu(device):
@@ -224,9 +218,8 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
 
 
 def without_peers(ranks: tuple[int, ...], device: torch.device) -> bool:
-    """Whether the GPUs of these global ranks are in one machine and no GPU reaches the memory of another one.
-    Collectives then go through the host's memory. Every rank reaches the same result, because rank ``r`` is assumed to
-    use GPU ``r % local_ranks``."""
+    """Whether these global ranks are on one machine whose GPUs reach no other GPU's memory. Collectives then go through
+    the host's memory. Rank ``r`` is assumed to use GPU ``r % local_ranks``, so every rank has the same answer."""
     facts = reach()
     if (
         target() is not None
@@ -246,8 +239,5 @@ def _all_cut_off(gpus: tuple[int, ...]) -> bool:
 
 def write_value_on_stream(flags: torch.Tensor, index: int, value: int) -> None:
     """Queue the write ``flags[index] = value`` on the current stream. Not allowed while a CUDA graph is captured.
-
-    Args:
-        flags: int32, this rank's memory or a peer's.
-    """
+    ``flags``: int32, this rank's memory or a peer's."""
     torch._C._distributed_c10d._SymmetricMemory.stream_write_value32(flags.view(torch.uint32), index, value)

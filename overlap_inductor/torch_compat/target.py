@@ -15,8 +15,8 @@ _target: Box | None = None
 
 @contextmanager
 def planning_for(box: Box | None) -> Iterator[None]:
-    """Inside the ``with`` block, graphs of this process are planned as if their ranks ran on the GPUs of ``box``,
-    whatever the device of their tensors. Such a plan cannot be run here. ``None``: plan for this machine."""
+    """In this context, plan graphs as if their ranks ran on the GPUs of ``box``, whatever their tensors' device. Such a
+    plan cannot be run here. ``None``: plan for this machine."""
     global _target
     outer, _target = _target, box
     try:
@@ -31,6 +31,5 @@ def target() -> Box | None:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether plans treat a tensor on ``device`` as a GPU tensor. While plans are made for another machine, every
-    tensor counts as a GPU tensor."""
+    """Whether plans treat a tensor on ``device`` as a GPU tensor. Always, while plans are made for another machine."""
     return device.type == "cuda" or target() is not None

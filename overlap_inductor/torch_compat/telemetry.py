@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports a compile where PyTorch's own tools look: Dynamo's counters, ``TORCH_TRACE`` artifacts, ``TORCH_LOGS`` names
-and profiler ranges."""
+"""Reports a compile where PyTorch's tools look: Dynamo's counters, ``TORCH_TRACE``, ``TORCH_LOGS`` and profiler
+ranges."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 
 
 def register_log_name() -> None:
-    """Let ``TORCH_LOGS="+overlap_inductor"`` find our logger by name.
+    """Let ``TORCH_LOGS="+overlap_inductor"`` find our logger without importing all our subpackages.
 
-    Without the registration, PyTorch finds the logger by importing all our subpackages. The registration takes effect
-    from torch 2.13 on, which runs autoload entry points before it reads ``TORCH_LOGS``.
+    Works from torch 2.13 on, which runs autoload entry points before it reads ``TORCH_LOGS``.
     """
     from torch._logging import _internal
 
@@ -45,8 +44,8 @@ def register_log_name() -> None:
 
 
 def has_handlers_of_others(logger: logging.Logger) -> bool:
-    """Whether a record of ``logger`` reaches a handler that PyTorch did not install. PyTorch gives each registered
-    logger a handler, whether ``TORCH_LOGS`` names the logger or not."""
+    """Whether a record of ``logger`` reaches a handler that PyTorch did not install. PyTorch gives every registered
+    logger one."""
     from torch._logging import _internal
 
     found: logging.Logger | None = logger
@@ -68,12 +67,8 @@ def global_rank() -> int:
 
 
 def in_range(name: str, site_at: int, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``implementation`` of op ``name`` in a profiler range that carries the site's id. The ops and kernels of a
-    trace can then be joined with the report. Without a profiler the wrapper only checks for one.
-
-    Args:
-        site_at: index of the site's id among the op's arguments.
-    """
+    """Wrap ``implementation`` of op ``name`` in a profiler range with the site's id. So traces can be joined with the
+    report. ``site_at``: index of the site's id among the op's arguments."""
 
     import torch
 

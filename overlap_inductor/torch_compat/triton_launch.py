@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PreparedKernel`` launches one Triton kernel again and again with little host time. Private APIs of Triton are used
-only here.
+"""``PreparedKernel``: launches one Triton kernel again and again with little host time.
 
-``kernel[grid](...)`` examines every argument and encodes every tensor map at each launch: 75 us for a kernel with 50
-arguments and four tensor maps (Triton 3.6). A ``PreparedKernel`` is compiled and loaded once. From launch to launch,
-its arguments may change only in their addresses. It remembers the tensor map of each address, and calls the C launcher
-that lies below Triton's own launcher. So a launch takes 8 us. The C launcher's interface differs from version to
-version. In versions of Triton that ``_DIRECT`` does not list, kernels are launched in the documented way,
-``compiled[grid](...)``: 32 us.
+Host time of a launch, for a kernel with 50 arguments and four tensor maps:
 
-Compiling and loading happen before the first launch, to avoid a deadlock. Loading a module waits for the device.
-Another kernel of the same op may already be running there and waiting for the kernel that is to be loaded.
+- ``kernel[grid](...)``: 75 us. It examines every argument and encodes every tensor map.
+- ``compiled[grid](...)``: 32 us. The documented way, for versions of Triton that ``_DIRECT`` does not list.
+- The C launcher: 8 us. For versions in ``_DIRECT``, because its interface differs between versions.
+
+From launch to launch, arguments may change only in their addresses. The tensor map of each address is remembered.
+
+The kernel is loaded before the first launch, to avoid a deadlock. Loading waits for the device. There, another kernel
+of the op may wait for the kernel to be loaded.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ _STREAM = 3
 
 
 def bound(kernel: Any, varying: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ``kernel`` by parameter name, defaults included, in the order of its parameters.
+    """The arguments of ``kernel`` by name, with defaults, in the order of its parameters.
 
     Raises:
-        TypeError: a parameter without a default has no argument, a parameter is both varying and fixed, or an argument
-            has no parameter.
+        TypeError: a parameter has no argument and no default, is both varying and fixed, or does not exist.
     """
     parameters = inspect.signature(kernel.fn).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
@@ -60,11 +59,10 @@ class PreparedKernel:
     """``kernel[(grid,)](**varying, **fixed, **options)``, compiled and loaded.
 
     Args:
-        varying: ``{parameter: example}`` for the arguments that every launch passes anew: tensors, tensor descriptors,
-            or ``None``. A launch takes these arguments in the order of this mapping. Shapes, strides, dtypes and
-            alignment to 16 bytes must be the same at every launch.
-        fixed: ``{parameter: argument}`` for all other arguments, including constants. The arguments are kept alive.
-        scratch: if the kernel makes tensor maps itself, the device on which it needs memory for them. Else ``None``.
+        varying: ``{parameter: example}`` for the arguments that every launch passes anew, in this order: tensors,
+            tensor descriptors, or ``None``. Shapes, strides, dtypes and alignment to 16 bytes must stay the same.
+        fixed: ``{parameter: argument}`` for all other arguments, including constants. They are kept alive.
+        scratch: the device for tensor maps that the kernel makes itself; ``None`` if it makes none.
 
     Raises:
         TypeError: the names do not match the kernel's parameters (``bound``).
@@ -101,8 +99,8 @@ class PreparedKernel:
             self._launch = _Direct(compiled, grid, values, places, scratch, self._by_triton)
 
     def __call__(self, *varying: torch.Tensor | None) -> None:
-        """Launch on the current stream. ``varying``: one tensor or ``None`` for each varying argument, in the order
-        of the mapping ``varying``. For a tensor descriptor, pass the tensor that it describes."""
+        """Launch on the current stream, with a tensor or ``None`` for each varying argument. For a tensor descriptor,
+        pass the tensor that it describes."""
         self._launch(*varying)
 
     def _by_triton(self, *varying: torch.Tensor | None) -> None:
@@ -113,7 +111,7 @@ class PreparedKernel:
 
 
 def _with_scratch(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """``run`` with an allocator for the kernel's own memory. The caller's allocator stays as it is."""
+    """``run`` with an allocator for the kernel's memory. The caller's allocator stays."""
     import contextvars
 
     def launch(*arguments: Any) -> None:
@@ -128,12 +126,12 @@ def _with_scratch(run: Callable[..., Any], device: torch.device) -> Callable[...
 
 _SCRATCH: dict[torch.device, list[torch.Tensor]] = {}
 _SMALLEST_SCRATCH = 1 << 20
-"""In bytes. This is enough for the kernels of groups of up to 8 ranks."""
+"""In bytes. Enough for the kernels of groups of up to 8 ranks."""
 
 
 def _scratch(size: int, device: torch.device) -> torch.Tensor:
-    """At least ``size`` bytes of the device's memory. All kernels can share this memory, because they run one after the
-    other on the device. The memory is never freed, because CUDA graphs hold its address."""
+    """At least ``size`` bytes of the device's memory. Kernels share it, because they run one after the other. It is
+    never freed, because CUDA graphs hold its address."""
     known = _SCRATCH.setdefault(device, [])
     if not known or known[-1].numel() < size:
         known.append(lasting_bytes(max(size, _SMALLEST_SCRATCH), device))
@@ -141,11 +139,11 @@ def _scratch(size: int, device: torch.device) -> torch.Tensor:
 
 
 class _Direct:
-    """For Triton 3.6: calls the C launcher below ``CudaLauncher``, with tensor maps that are already encoded.
+    """Calls Triton 3.6's C launcher below ``CudaLauncher``, with tensor maps that are already encoded.
 
     Args:
         arguments: examples of all arguments, in the kernel's order.
-        places: indices of the arguments that vary, in the order in which a launch takes them.
+        places: indices of the varying arguments, in a launch's order.
         documented: launches in the documented way.
     """
 
@@ -161,7 +159,7 @@ class _Direct:
         from triton.backends.nvidia import driver
 
         run = compiled.run
-        # (If a kernel takes tensor descriptors, Triton wraps the C launcher in a function that encodes tensor maps.)
+        # For a kernel with descriptors, Triton wraps the C launcher in a function that encodes tensor maps.
         closure = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
         self._launcher = closure.get("launcher", run.launch)
         self._documented = documented
@@ -169,12 +167,11 @@ class _Direct:
         size = run.global_scratch_size * run.num_ctas * grid
         scratch_memory = _scratch(size, scratch) if size and scratch is not None else None
         launch = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, scratch_memory, None)
-        # The values that the launcher is given: the grid, a place for the stream, facts of the launch, and the kernel's
-        # arguments. A tensor descriptor takes several of these values.
+        # The launcher's values: grid, stream, facts of the launch, kernel arguments. A descriptor takes several values.
         values: list[Any] = [grid, 1, 1, None, *launch, compiled.packed_metadata, None, None, None]
         encode = triton.runtime.driver.active.utils.fill_tma_descriptor
         maps = iter(compiled.metadata.tensordesc_meta or ())
-        # The position of each argument in these values: an index, or a slice for a descriptor.
+        # Where each argument is in these values: an index, or a slice for a descriptor.
         found: list[tuple[Any, _Maps | None]] = []
         for argument in arguments:
             begin = len(values)
@@ -189,14 +186,13 @@ class _Direct:
         for at, _ in self._varying:
             values[at] = [None] * (at.stop - at.start) if isinstance(at, slice) else None
         self._values = values
-        # Fixed arguments are kept, because ``values`` holds only the tensor map of a descriptor, not its tensor.
-        # ``compiled`` is kept, because ``compiled.function`` belongs to the module that ``compiled`` loaded.
+        # ``values`` holds no descriptor's tensor. ``compiled.function`` belongs to the module that ``compiled`` loaded.
         self._alive = compiled, [a for number, a in enumerate(arguments) if number not in places]
 
     def __call__(self, *varying: torch.Tensor | None) -> None:
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            # A profiler's hooks need information that only Triton's own launcher gives them.
+            # A profiler's hooks need what only Triton's own launcher gives them.
             self._documented(*varying)
             return
         values = self._values.copy()
@@ -210,7 +206,7 @@ class _Direct:
 
 
 class _Maps:
-    """What the C launcher gets for one descriptor argument, remembered by the address of the tensor."""
+    """What the C launcher gets for one descriptor argument, by the address of the tensor."""
 
     def __init__(
         self, example: TensorDescriptor, meta: dict[str, Any], encode: Callable[..., Any], dtypes: dict[int, int]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Separate kernels that wait for what peers send. ``wait_kernel`` waits until rows have arrived. ``receive_kernel``
-also copies them into a result."""
+"""Kernels that wait for what peers send."""
 
 from __future__ import annotations
 
@@ -21,10 +20,8 @@ BLOCK, BLOCKS_AN_SM = 2048, 4
 
 
 def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind: int) -> PreparedKernel:
-    """A kernel that holds the stream until parts ``first .. last - 1`` of the peers' transfers have arrived.
-
-    ``kind``: the kind of wait that a fault record names (``WAIT_...`` in ``kernels.layout``).
-    """
+    """A kernel that holds the stream until parts ``first .. last - 1`` of the peers' transfers have arrived. ``kind``:
+    one of ``WAIT_...`` in ``kernels.layout``, for the fault record."""
     fixed = {
         **call_arguments(wait_for_parts, launch),
         "index": transfer.index,
@@ -39,12 +36,12 @@ def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind:
 def receive_kernel(
     launch: Launch, everyone: torch.Tensor, finished: torch.Tensor, transfer: Transfer, sms: int
 ) -> Callable[[torch.Tensor], None]:
-    """A function that waits until the finished rows of all peers (the parts of ``transfer``) have arrived, and copies
-    them from the workspace to a result. In the workspace and in the result, rows are in the order of ranks.
+    """A function that waits for the finished rows of all peers (the parts of ``transfer``), and copies them from the
+    workspace to a result. In the workspace and in the result, rows are in the order of ranks.
 
     Args:
         everyone: an example of the result, ``[world_size * rows, width]``, fp16 or bf16.
-        finished: the workspace from the first finished row to its end, as a flat tensor of the result's dtype.
+        finished: the workspace from the first finished row on, as a flat tensor of the result's dtype.
         sms: SMs of the device.
     """
     world_size = launch.world_size

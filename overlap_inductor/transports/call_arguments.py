@@ -11,10 +11,9 @@ from overlap_inductor.runtime.workspace import Launch
 def call_arguments(kernel: Any, launch: Launch) -> dict[str, Any]:
     """The arguments of ``kernel`` that describe the call's slot, group and site, by parameter.
 
-    Each of the following names is in the result if it is a parameter of ``kernel``. ``peer_data`` and ``peer_flags``
-    are int64 ``[world_size]`` addresses; ``flags``, ``queues`` and ``calls`` are this rank's int32 tensors. The others
-    are ``signals`` (flags per sending rank), ``stop`` (int32, the group's fault memory), ``patience``
-    (nanoseconds), ``site`` (the site's number in the fault record), ``rank`` and ``WORLD``.
+    ``peer_data`` and ``peer_flags`` are int64 ``[world_size]`` addresses. ``flags``, ``queues`` and ``calls`` are this
+    rank's int32 tensors. ``signals`` is the number of flags per sending rank. ``stop`` is the group's fault memory,
+    int32. ``patience`` is in nanoseconds. ``site`` is the site's number in the fault record.
     """
     slot, faults = launch.slot, launch.faults
     known = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times calls that all ranks of a group make together, and measures how a collective's time depends on its bytes."""
+"""Times calls that all ranks of a group make together, and measures a collective's time by its bytes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ import torch.distributed as dist
 from overlap_inductor.transports.transport import WholeCollectives
 
 SIZES = tuple(2**power for power in range(17, 27))
-"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. On NVLink, these ten collectives together
-take milliseconds."""
+"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. On NVLink, all ten take milliseconds."""
 REPEATS = 3
 
 
 def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Seconds that each call takes on this rank: the median of ``REPEATS`` measurements. All calls are timed in turn,
-    after ``calls[0]`` has run to warm up.
+    """Seconds of each call on this rank: the median of ``REPEATS`` measurements.
 
-    All ranks that the calls communicate with run this together. Put the longest call first: the host then runs ahead
-    of the GPU, so the host's own time is not measured.
+    All ranks that the calls communicate with run this together. Put the longest call first: then the host runs ahead of
+    the GPU, and its time is not measured.
     """
     calls[0]()
     if device.type != "cuda":
@@ -48,7 +46,7 @@ def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device) -> l
 
 
 def of_first_rank(values: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The first rank's ``values``, returned on all ranks of the group, so that all ranks make the same decision."""
+    """The first rank's ``values``, on all ranks of the group, so that all ranks decide alike."""
     numbers = torch.tensor(values, dtype=torch.float64, device=device)
     dist.broadcast(numbers, group_src=0, group=group)
     return [float(number) for number in numbers.tolist()]
@@ -57,14 +55,11 @@ def of_first_rank(values: list[float], group: dist.ProcessGroup, device: torch.d
 def measured_curve(
     transport: WholeCollectives, scatters: bool, like: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[tuple[float, float], ...]:
-    """``((bytes, seconds), ...)`` of a reduce-scatter or an all-reduce, sorted by ``bytes``. ``bytes`` is the size of
-    the tensor that each rank passes to the collective.
+    """``((bytes, seconds), ...)`` of a reduce-scatter (``scatters``) or an all-reduce, sorted by the bytes of a rank's
+    input.
 
-    All ranks of ``group`` call this together, and not while a CUDA graph is captured.
-
-    Args:
-        scatters: True for a reduce-scatter, False for an all-reduce.
-        like: a tensor with the dtype and the device of the tensors that will be reduced.
+    All ranks of ``group`` call this together, and not while a CUDA graph is captured. ``like``: a tensor with the dtype
+    and the device of what will be reduced.
     """
     per_row, device = group.size() * like.element_size(), like.device
     source = torch.zeros(max(SIZES) // per_row * group.size(), dtype=like.dtype, device=device)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Separate kernels for credits: a peer's credit allows this rank to write into that peer's workspace. ``credit_kernel``
-waits for the credits of all peers before a call's first transfer. ``end_kernel`` gives a credit to each peer at the
-call's end. ``spoil_kernel`` sets a result to NaN if the group was aborted (``kernels.transfer.spoil``).
-``spoiling_end`` does what ``end_kernel`` and ``spoil_kernel`` do."""
+"""Kernels for credits: a peer's credit allows this rank to write into that peer's workspace."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ from overlap_inductor.transports.call_arguments import call_arguments
 
 
 def announced(launch: Launch) -> torch.Tensor:
-    """int32 word ``[1]`` on the device. ``credit_kernel`` sets it to the value that the call's signals carry."""
+    """int32 word ``[1]`` on the device: the value that the call's signals carry. ``credit_kernel`` sets it."""
     return launch.slot.queues[ANNOUNCED : ANNOUNCED + 1]
 
 
 def credit_kernel(launch: Launch) -> PreparedKernel:
-    """A kernel that blocks the stream until every peer has ended its previous call on this slot. The wait also ends if
-    it times out, or if the group is aborted. After the wait, the kernel sets ``announced``."""
+    """A kernel that blocks the stream until every peer has ended its previous call on this slot, the wait times out, or
+    the group is aborted. Then it sets ``announced``."""
     kernel = launch.prepared.get("credits")
     if kernel is None:
         fixed = {**call_arguments(wait_for_credits, launch), "announced": announced(launch)}
@@ -37,8 +34,8 @@ def credit_kernel(launch: Launch) -> PreparedKernel:
 
 
 def end_kernel(launch: Launch) -> PreparedKernel:
-    """A kernel that ends the call: it counts the call and lets the peers write again. Launch it on the stream after
-    every kernel and copy that reads the workspace or sends from it."""
+    """A kernel that counts the call as ended and lets the peers write again. Launch it after everything that reads the
+    workspace or sends from it."""
     kernel = launch.prepared.get("end")
     if kernel is None:
         fixed = call_arguments(end_call, launch)
@@ -47,7 +44,7 @@ def end_kernel(launch: Launch) -> PreparedKernel:
 
 
 SPOILT_AT_END = ("one", "two", "three")
-"""Parameters of ``end_call_and_spoil`` for the call's first results. Each further result has a ``spoil_kernel``."""
+"""Parameters of ``end_call_and_spoil`` for the first results. Each further result has a ``spoil_kernel``."""
 BLOCK = 1024
 
 
@@ -56,8 +53,8 @@ def _words(result: torch.Tensor) -> int:
 
 
 def spoil_kernel(launch: Launch, result: torch.Tensor) -> PreparedKernel:
-    """A kernel that sets a result like ``result`` to NaN if the group was aborted. Launch it on the stream after the
-    kernels that compute the result."""
+    """A kernel that sets a result like ``result`` to NaN if the group was aborted (``kernels.transfer.spoil``). Launch
+    it after the result is computed."""
     key = "spoil", _words(result)
     kernel = launch.prepared.get(key)
     if kernel is None:
@@ -68,8 +65,7 @@ def spoil_kernel(launch: Launch, result: torch.Tensor) -> PreparedKernel:
 
 
 def spoiling_end(launch: Launch, results: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None]:
-    """A function that ends the call as ``end_kernel`` does, and sets the call's results to NaN if the group was
-    aborted. ``results``: examples of the results."""
+    """A function that ends the call as ``end_kernel`` does, and sets its results to NaN if the group was aborted."""
     key = ("spoiling end", *map(_words, results))
     end = launch.prepared.get(key)
     if end is None:

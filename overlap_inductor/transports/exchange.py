@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Exchange``: one buffer whose pieces travel hop by hop along a route, as messages of any ``Exchanges`` transport.
+"""``Exchange``: one buffer whose pieces travel hop by hop along a route, as messages of an ``Exchanges`` transport.
 
-Receives are started as early as the transport allows. Each piece is received into its final place, so nothing is
-copied afterwards. The ops of a graph find an exchange by the address of its buffer, because a compiled graph passes
-only tensors from op to op.
+Each piece is received into its final place. A compiled graph passes only tensors from op to op, so ops find an exchange
+by the address of its buffer.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from overlap_inductor.transports.transport import Exchanges
 from overlap_inductor.transports.transport import Message
 from overlap_inductor.transports.transport import Pending
 
-# Far from the tags that users pick: a user's own send or receive on the group must not match these messages.
+# Far from tags that users pick, so that a user's own message on the group cannot match.
 _TAG_BASE = 0x0A1D_0000
 _HOPS_PER_EXCHANGE = 1 << 15
 _EXCHANGES_IN_FLIGHT = 1 << 14
@@ -35,9 +34,7 @@ class Exchange:
     """One buffer in flight.
 
     Attributes:
-        flat: the buffer, flat.
-        places: for each slot, ``parts + 1`` indices into ``flat``: where each part begins, then where the last one
-            ends.
+        places: for each slot, ``parts + 1`` indices into ``flat``: where its parts begin, and where the last part ends.
         route: one of ``routes.ROUTES``.
         site: the site's id, for error texts.
         sequence: number of the exchange on its group, equal on all ranks.
@@ -61,11 +58,9 @@ class Exchange:
 
     @property
     def hop_count(self) -> int:
-        """Hops of the whole route."""
         return routes.hop_count(self.route, self.world_size, self.parts)
 
     def piece(self, slot: int, part: int) -> torch.Tensor:
-        """Part ``part`` of slot ``slot`` as a flat view of the buffer."""
         return self.flat[self.places[slot][part] : self.places[slot][part + 1]]
 
     def _moves(self, index: int) -> routes.Hop:
@@ -83,15 +78,15 @@ class Exchange:
         )
 
     def start_receives(self) -> None:
-        """Start every receive, if the transport starts receives before sends. Raises ``TransferError`` if a receive
-        cannot be started."""
+        """Start every receive, if the transport starts receives before sends. Raises ``TransferError`` if one cannot be
+        started."""
         if self.receives_first:
             for index in range(self.hop_count):
                 self._start(index, receives=True)
 
     def post(self, index: int, piece: torch.Tensor | None = None) -> None:
-        """Start the sends of hop ``index``. If ``start_receives`` has not started the hop's receives, start them, too.
-        Pieces without elements are not sent. Their receivers know that and do not wait.
+        """Start the sends of hop ``index``, and its receives if ``start_receives`` has not started them. Pieces without
+        elements are neither sent nor received.
 
         Args:
             piece: what is sent, flat and contiguous; ``None`` if it is in the buffer.
@@ -103,8 +98,8 @@ class Exchange:
 
     def _start(self, index: int, *, receives: bool, sends: bool = False, piece: torch.Tensor | None = None) -> None:
         moves, started = self._moves(index), self.hops.setdefault(index, [])
-        # Two exchanges may be in flight with interleaved hops. Their sequence numbers keep their messages apart. The
-        # numbers are equal on all ranks, because the graph chains the ops of a group.
+        # Hops of two exchanges may interleave. The sequence number in the tag keeps their messages apart. It is equal
+        # on all ranks, because the graph chains the ops of a group.
         tag = (
             _TAG_BASE
             + self.sequence % _EXCHANGES_IN_FLIGHT * _HOPS_PER_EXCHANGE
@@ -129,8 +124,7 @@ class Exchange:
         return [message for message in found if message.tensor.numel()]
 
     def wait(self, index: int) -> None:
-        """Wait until hop ``index`` is complete. Then the received pieces may be read, and the sent pieces may be
-        overwritten.
+        """Wait until hop ``index`` is complete. Then its received pieces may be read, and its sent pieces overwritten.
 
         Raises:
             TransferError: a message failed, or the hop was not started or was waited for before.
@@ -153,19 +147,15 @@ class Exchange:
 
 @dataclass
 class _GroupExchanges:
-    """The exchanges of one group.
-
-    Attributes:
-        opened: number of exchanges so far, equal on all ranks.
-        in_flight: exchanges that were opened and not yet closed, by ``_key`` of the buffer.
-    """
+    """The exchanges of one group that are in flight, by ``_key`` of the buffer. ``opened``: how many were opened so
+    far, equal on all ranks."""
 
     opened: int = 0
     in_flight: dict[int | str, Exchange] = field(default_factory=dict)
 
 
 def _key(buffer: torch.Tensor, site: str) -> int | str:
-    """The buffer's address. For a buffer without elements, the site's id, because all such buffers have address 0."""
+    """The buffer's address. All buffers without elements have address 0, so their key is the site's id."""
     return buffer.data_ptr() or site
 
 
@@ -175,14 +165,12 @@ _EXCHANGES = Kind("exchanges", lambda owner: _GroupExchanges())
 def open_exchange(
     buffer: torch.Tensor, bounds: Sequence[int], route: str, group: dist.ProcessGroup, site: str, transport: str = ""
 ) -> Exchange | None:
-    """Register ``buffer`` as in flight, and start all receives if the transport starts them before sends.
+    """Register ``buffer`` as in flight, and call ``Exchange.start_receives``.
 
     Args:
         buffer: contiguous, of at least ``slots * bounds[-1]`` elements.
-        bounds: ``parts + 1`` offsets in a shard, counted in elements: where each part begins, and where the last part
-            ends.
-        route: see ``Exchange``.
-        transport: name of an ``Exchanges`` transport; the first registered one if empty.
+        bounds: ``parts + 1`` offsets in a shard, in elements.
+        transport: name of an ``Exchanges`` transport; if empty, the first registered one.
 
     Returns:
         the exchange, or ``None`` if a shard has no elements.
@@ -206,10 +194,11 @@ def open_uneven(
     site: str,
     transport: str = "",
 ) -> Exchange:
-    """``open_exchange`` for slots of different sizes, given by ``places`` (see ``Exchange``). An exchange is opened
-    even if this rank sends and receives nothing, because other ranks may send or receive, and all ranks must count the
-    same exchanges. All ranks call this function together (``Exchanges.join``). It also raises ``TransferError`` if a
-    rank does not join."""
+    """``open_exchange`` for slots of different sizes, given by ``places`` (see ``Exchange``).
+
+    All ranks call this together, even a rank without a message, so that all count the same exchanges. Also raises
+    ``TransferError`` if a rank does not join (``Exchanges.join``).
+    """
     moved_by = transport_named(Exchanges, transport)
     try:
         moved_by.join(group, buffer.device)
@@ -238,7 +227,7 @@ def _open(
 
 
 def find_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> Exchange:
-    """The exchange that was opened for ``buffer`` and not closed. Raises ``TransferError`` if there is none."""
+    """The open exchange of ``buffer``. Raises ``TransferError`` if there is none."""
     try:
         return _EXCHANGES.of(group).in_flight[_key(buffer, site)]
     except KeyError:
@@ -249,5 +238,5 @@ def find_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> 
 
 
 def close_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> None:
-    """Forget the exchange of ``buffer``. Call this after its last hop has been waited for."""
+    """Forget the exchange of ``buffer``, after the wait for its last hop."""
     _EXCHANGES.of(group).in_flight.pop(_key(buffer, site), None)

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport ``nccl``: whole collectives of ``torch.distributed`` on a separate stream. They overlap with the kernels
-that compute what later collectives send.
-
-A collective runs on the current stream (``async_op=False``), so it waits for the work that was queued there before. On
-CPUs (gloo) there are no streams, and the same steps run one after the other.
-"""
+that compute what later collectives send. On CPUs (gloo) there are no streams, and nothing overlaps."""
 
 from __future__ import annotations
 
@@ -25,9 +21,8 @@ class Nccl:
 
     @contextlib.contextmanager
     def forked(self, device: torch.device) -> Iterator[contextlib.AbstractContextManager[Any]]:
-        """As ``WholeCollectives.forked``. The streams are joined even if the body raises. Without the join, memory that
-        the communication stream uses could be reused too early, and the capture of a CUDA graph would stay
-        incomplete."""
+        """As ``WholeCollectives.forked``. The streams are joined even if the body raises. Otherwise the side stream's
+        memory could be reused too early, and a CUDA graph's capture would stay incomplete."""
         if device.type != "cuda":
             yield contextlib.nullcontext()
             return
@@ -47,7 +42,7 @@ class Nccl:
 
 @functools.cache
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
-    """The device's one stream for collectives. It has the highest priority, so a collective takes the next free SM
-    before blocks of a later matmul do."""
-    # (-5 is the highest priority of any GPU. If a GPU has fewer priorities, its own highest is used.)
+    """The device's stream for collectives. Its priority is the highest, so a collective takes a free SM before a later
+    matmul does."""
+    # -5 is the highest priority of any GPU. A GPU with fewer priorities uses its own highest.
     return torch.cuda.Stream(device, priority=-5)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport ``p2p``: messages by ``torch.distributed`` send and receive, on the group's own backend (gloo, NCCL).
+"""Transport ``p2p``: messages by ``torch.distributed`` send and receive, on the group's own backend.
 
-On NCCL the receives and sends of a hop are one coalesced batch. A communicator needs the same order of operations on
-all ranks, and a batch counts as one operation. On gloo every receive of an exchange is posted before the
-first send. This keeps both directions of a link busy.
+* NCCL: a hop's receives and sends are one coalesced batch. A communicator needs the same order of operations on all
+  ranks, and a batch is one operation.
+* gloo: all receives of an exchange are posted before the first send, so both directions of a link are busy.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from overlap_inductor.transports.transport import Message
 
 
 def _communicator(owner: Owner) -> torch.Tensor:
-    """Create the group's communicator by a collective. Otherwise NCCL would create it in the group's first operation,
-    and this operation waits for all ranks. A rank without a message starts no operation, so the other ranks would
-    wait for ever."""
+    """Create the group's communicator by a collective. Otherwise NCCL creates it in the group's first operation, which
+    waits for all ranks. If a rank has no message, the others would wait for ever."""
     one = torch.ones(1, device=owner.device)
     dist.all_reduce(one, group=owner.group)
     return one

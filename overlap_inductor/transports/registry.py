@@ -21,17 +21,17 @@ from overlap_inductor.transports.transport import WholeCollectives
 
 PROTOCOLS = (PeerCopies, Exchanges, WholeCollectives)
 _BY_PROTOCOL: dict[Any, dict[str, Transport]] = {protocol: {} for protocol in PROTOCOLS}
-"""The transports by protocol and name. An ``isinstance`` check takes 0.1 ms, too long for each call of an op."""
+"""The transports by protocol and name. ``isinstance`` takes 0.1 ms, too long for each call of an op."""
 
 T = TypeVar("T")
 
 
 def register(transport: Transport) -> None:
-    """Offer ``transport`` to every schedule that drives its protocol. The module that defines a transport must not
-    import Triton when it is loaded.
+    """Offer ``transport`` to every schedule that drives its protocol. Loading the transport's module must not import
+    Triton.
 
     Raises:
-        TypeError: it implements none of the protocols in full.
+        TypeError: it does not implement all of any protocol.
         ValueError: its name is taken, or not an identifier.
     """
     implemented = [protocol for protocol in PROTOCOLS if isinstance(transport, protocol)]
@@ -62,7 +62,7 @@ def of_kind(protocol: Callable[..., T]) -> list[T]:
 
 
 def transport_named(protocol: Callable[..., T], name: str = "") -> T:
-    """The transport ``name`` of ``protocol``; without a name, the first one of the protocol.
+    """The transport ``name`` of ``protocol``; without a name, the first one registered.
 
     Raises:
         UnsupportedError: no transport of the protocol has this name in this process.
@@ -76,7 +76,6 @@ def transport_named(protocol: Callable[..., T], name: str = "") -> T:
 
 
 def names_of(protocol: Callable[..., Transport]) -> tuple[str, ...]:
-    """The names of the transports that implement ``protocol``."""
     return tuple(t.name for t in of_kind(protocol))
 
 

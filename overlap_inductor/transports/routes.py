@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes: for each hop, which piece a rank sends, to which rank, and which piece the rank receives. Pure index
-arithmetic.
+"""Routes: which pieces a rank sends and receives in each hop, and its peers. Pure index arithmetic.
 
-A shard is cut into ``parts`` sub-chunks. A *hop* moves one sub-chunk over one link. With ``bidirectional``, a hop moves
-one sub-chunk over each of two links. (If the number of ranks is even, the last step uses one link.) With ``broadcast``,
-a hop moves one sub-chunk to every other rank. ``slot`` is the place of a piece's shard in the exchange buffer.
+W is the number of ranks, and r is this rank. A shard is cut into S sub-chunks (``parts``). Hop (i, j) moves sub-chunk j
+in step i, over each of its links. ``slot`` is the place of a piece's shard in the exchange buffer.
 
-In the table, W is the number of ranks, S is ``parts``, r is this rank, and hop (i, j) moves sub-chunk j in step i.
+=============  =======  ======  ================================================  ===================================
+route          hops     links   what moves                                        source
+=============  =======  ======  ================================================  ===================================
+ring           (W-1) S  1       own shard first; what came from r-1 goes to r+1   CommFuse (arXiv 2604.24013) Alg. 1
+bidirectional  W//2 S   2 [1]_  as ``ring``, half of the shards each way          XLA windowed einsum (ASPLOS'23)
+owner          (W-1) S  1       partial for rank r+1+i, straight there            CommFuse Fig. 8b
+travel         (W-1) S  1       accumulator of slice r-1-i, to r+1                CommFuse Alg. 2
+broadcast      S        W-1     own piece j to every other rank                   direct all-gather
+direct         (W-1) S  1       slice for rank r+1+i, straight there; each slice  CommFuse sections 1.5, 1.6
+                                received has its own slot
+=============  =======  ======  ================================================  ===================================
 
-=============  =======  ==================================================  =====================================
-route          hops     what moves                                          source
-=============  =======  ==================================================  =====================================
-ring           (W-1) S  own shard first; what came from r-1 goes to r+1     CommFuse (arXiv 2604.24013) Alg. 1
-bidirectional  W//2 S   as ``ring``, half of the shards in each direction   XLA windowed einsum (ASPLOS'23)
-owner          (W-1) S  hop (i, j): partial for rank r+1+i, straight there  CommFuse Fig. 8b
-travel         (W-1) S  hop (i, j): accumulator of slice r-1-i, to r+1      CommFuse Alg. 2
-broadcast      S        own piece j to every other rank                     direct all-gather
-direct         (W-1) S  hop (i, j): slice for rank r+1+i, straight there;   CommFuse sections 1.5, 1.6
-                        every slice received has a slot of its own
-=============  =======  ==================================================  =====================================
+.. [1] If W is even, the last step uses one link.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ ROUTES = ("ring", "bidirectional", "owner", "travel", "broadcast", "direct")
 
 @dataclass(frozen=True)
 class Move:
-    """A piece that moves over one link. ``slot`` and ``part`` give its place in the buffer; ``peer`` is a rank of the
+    """A piece that moves over one link. ``slot`` and ``part`` are its place in the buffer; ``peer`` is a rank of the
     group."""
 
     slot: int
@@ -46,17 +44,16 @@ class Hop:
 
 
 def slots(route: str, world_size: int) -> int:
-    """Number of shards that the exchange buffer of a route holds: one per rank for gathers and all-to-alls, one per
-    other rank for reductions."""
+    """Number of shards that the exchange buffer of a route holds."""
     return world_size - 1 if route in ("owner", "travel") else world_size
 
 
 def distances(route: str, world_size: int) -> list[tuple[int, ...]]:
-    """For gathers and all-to-alls: the shards that rank r receives in each step. A step has ``parts`` hops. In step i,
-    rank r receives the shards of ranks ``r + d`` for each d in ``distances[i]``.
+    """The shards that a rank receives in each step of a gather or an all-to-all. In step i, rank r receives the shard
+    of rank ``r + d`` for each d in ``distances[i]``.
 
     Raises:
-        ValueError: ``route`` is not one that receives shards in steps.
+        ValueError: ``route`` does not receive shards in steps.
     """
     if route in ("ring", "direct"):
         return [(-(i + 1),) for i in range(world_size - 1)]
@@ -67,13 +64,12 @@ def distances(route: str, world_size: int) -> list[tuple[int, ...]]:
 
 
 def hop_count(route: str, world_size: int, parts: int) -> int:
-    """Number of hops of the whole route, if a shard has ``parts`` sub-chunks."""
     steps = {"bidirectional": world_size // 2, "broadcast": 1}.get(route, world_size - 1)
     return steps * parts
 
 
 def hop(route: str, world_size: int, rank: int, parts: int, index: int) -> Hop:
-    """Hop ``index`` of ``rank``. Hops are numbered step-major: ``index = step * parts + part``.
+    """Hop ``index`` of ``rank``, where ``index = step * parts + part``.
 
     Raises:
         ValueError: ``route`` is unknown.
@@ -103,16 +99,13 @@ def hop(route: str, world_size: int, rank: int, parts: int, index: int) -> Hop:
 
 
 def bounds(total: int, parts: int) -> list[int]:
-    """The ``parts + 1`` bounds of ``total`` rows cut into ``parts`` pieces whose sizes differ by at most one row. If
-    there are fewer rows than pieces, some pieces are empty.
-
-    Works for ``torch.SymInt`` too: only ``*`` and ``//`` are used, so no guard is added.
-    """
+    """The ``parts + 1`` bounds of ``total`` rows in ``parts`` pieces. The sizes of the pieces differ by at most one
+    row, and may be 0. ``total`` may be a ``torch.SymInt``: ``*`` and ``//`` add no guard."""
     return [total * j // parts for j in range(parts)] + [total]
 
 
 def places(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """The ``bounds`` of each slot's parts, in a buffer in which slots of ``sizes`` rows follow each other."""
+    """The ``bounds`` of each slot's parts. Slots of ``sizes`` rows follow each other in the buffer."""
     found, start = [], 0
     for size in sizes:
         found.append([start + bound for bound in bounds(size, parts)])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport ``sm_push``: the blocks of one kernel store to the peers, and signal after each part. It is meant for small
-pieces: the fixed costs of copy engines are too high for them."""
+"""Transport ``sm_push``: the blocks of one kernel store to the peers, and signal after each part. For small pieces,
+where the fixed costs of copy engines are too high."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from overlap_inductor.transports.transport import Share
 COPY_WORDS = 8192
 """int32 words that a block stores at once: eight 16-byte stores per thread."""
 NAME = "sm_push"
-"""The name of the transport. Schedules whose own kernels store to peers use this name, too."""
+"""Schedules whose own kernels store to peers also give this name as their transport."""
 
 
 class SmPush:
     """Implements ``transports.transport.PeerCopies``. The kernel has ``share.sms`` blocks, so it takes at most that
-    many SMs from matmuls that run at the same time."""
+    many SMs from matmuls."""
 
     name = NAME
     moved_by = "SMs that store, over symmetric memory"
@@ -38,8 +38,7 @@ class SmPush:
         share: Share,
         guarded: bool = False,
     ) -> Send:
-        """As ``PeerCopies.prepare``. ``numbers`` must be consecutive, and the bytes of a row a multiple of 16.
-        Receivers are signalled after each part."""
+        """As ``PeerCopies.prepare``. ``numbers`` must be consecutive, and the bytes of a row a multiple of 16."""
         from overlap_inductor.kernels.transfer import push_parts
         from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 
@@ -49,8 +48,8 @@ class SmPush:
             "index": transfer.index,
             "first": numbers[0],
             "count": len(numbers),
-            # (The distance from the start of one shard to the start of the next. With gaps between shards, this is
-            # more than a shard. Each shard is then one part, and the kernel stops at the part's end.)
+            # From the start of one shard to the start of the next. If there are gaps, each shard is one part, and the
+            # kernel stops at the part's end.
             "shard_vectors": transfer.step * row_vectors,
             "part_vectors": transfer.part_rows * row_vectors,
             "origin": transfer.origin * row_vectors,

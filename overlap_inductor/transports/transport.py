@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PeerCopies``, ``Exchanges`` and ``WholeCollectives``: the three protocols of transports, which move a schedule's
-bytes.
+"""The three protocols of transports. A transport moves a schedule's bytes.
 
-A schedule drives one protocol and can use every registered transport that implements it (``transports.registry``). The
-protocols differ in who acts:
+==================== =====================================================================
+protocol             who acts
+==================== =====================================================================
+``PeerCopies``       the sender alone writes into its peers' memory and sets their flags
+``Exchanges``        the hosts of sender and receiver each post a message
+``WholeCollectives`` all ranks call one collective
+==================== =====================================================================
 
-* ``PeerCopies``: the sender alone writes into its peers' memory and sets their flags.
-* ``Exchanges``: the hosts of sender and receiver both post a message.
-* ``WholeCollectives``: all ranks call one collective.
-
-If a schedule's own kernel stores to peers, the schedule drives no transport. Switches and reports then give
-``sm_push`` as its transport. The registered transport ``SmPush`` has the same name.
+A schedule drives one protocol, with any registered transport that implements it (``transports.registry``). A schedule
+whose own kernel stores to peers drives no transport. Switches and reports then name its transport ``sm_push``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.transports.transfer import Transfer
 
 Send = Callable[[torch.Tensor], None]
-"""Starts the transfer of a source ``[any rows, width]`` on the current stream, after the work that is queued there. The
-receivers' flags are set when the rows have arrived."""
+"""Starts the transfer of a source ``[any rows, width]`` on the current stream. The receivers' flags are set when the
+rows have arrived."""
 
 
 class Transport(Protocol):
-    """What all transports have: a name for the configuration, and a few words that say what moves the bytes."""
+    """What all transports have. ``moved_by`` says in a few words what moves the bytes."""
 
     @property
     def name(self) -> str: ...
@@ -51,8 +51,7 @@ class Share:
     Attributes:
         sms: SMs that the transport may occupy.
         turns_from: if all pieces of a send have at least this many bytes, pieces wait for their turn
-            (``transports.copy_engine`` says which pieces wait). A receiver then gets pieces from one rank at
-            a time. ``None``: no piece waits.
+            (``transports.copy_engine``). ``None``: no piece waits.
     """
 
     sms: int = 0
@@ -61,18 +60,17 @@ class Share:
 
 @runtime_checkable
 class PeerCopies(Transport, Protocol):
-    """One-sided copies into the peers' symmetric memory, each followed by a flag."""
+    """One-sided copies into the peers' memory, each followed by a flag."""
 
     @property
     def needs_sms(self) -> bool:
-        """Whether a transfer needs room on an SM. Such a transport cannot serve a kernel that occupies every SM while
-        it waits for the transfer."""
+        """Whether a transfer needs room on an SM. If so, the transport cannot serve a kernel that occupies every SM."""
         ...
 
     @property
     def fastest_from(self) -> int | None:
-        """A limit in bytes. For pieces of at least this size, the transport is faster than all transports with a lower
-        limit. ``None``: the transport is used only if the user names it."""
+        """In bytes. For pieces of at least this size, the transport is faster than transports with a lower limit.
+        ``None``: used only if the user names it."""
         ...
 
     def prepare(
@@ -84,26 +82,22 @@ class PeerCopies(Transport, Protocol):
         share: Share,
         guarded: bool = False,
     ) -> Send:
-        """Make parts ``numbers`` of ``transfer`` ready to be sent in that order.
-
-        The caller waits for the receivers' credits on the stream before it starts a send. The flag of a part is set at
-        its receiver when the part has arrived.
+        """Make parts ``numbers`` of ``transfer`` ready to be sent in that order. The caller waits for the receivers'
+        credits on the stream before it starts a send.
 
         Args:
-            numbers: numbers of parts, see ``Transfer``.
             source: an example of what will be sent: ``[any rows, width]``, 16-bit or fp8, contiguous, aligned to 16
                 bytes.
-            guarded: True if what is sent depends on waits of this call other than those for credits. If one of these
-                waits timed out, the transport must not announce what it sends. It sets no flag, or sets the flags to a
-                number that no rank waits for.
+            guarded: True if what is sent depends on waits of this call other than those for credits. If such a wait
+                times out, the transport must set no flag, or set flags to a number that no rank waits for.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Message:
-    """A contiguous ``tensor`` that is sent to, or received from, ``peer`` (a rank of the group). ``tag`` is equal on
-    both ranks and unique among the messages in flight between them."""
+    """A contiguous ``tensor`` to or from rank ``peer`` of the group. ``tag`` is equal on both ranks, and unique among
+    the messages in flight between them."""
 
     tensor: torch.Tensor
     peer: int
@@ -111,32 +105,28 @@ class Message:
 
 
 class Pending(Protocol):
-    """Messages that were started and may not be complete."""
-
     def wait(self) -> object:
-        """Return when work on the current stream may read the received tensors and overwrite the sent ones. Raises
+        """After this, work on the current stream may read the received tensors and overwrite the sent ones. Raises
         ``RuntimeError`` if a message failed."""
         ...
 
 
 @runtime_checkable
 class Exchanges(Transport, Protocol):
-    """Messages between ranks, which sender and receiver both start."""
+    """Messages between ranks, which sender and receiver each start."""
 
     def why_not(self, group_name: str, device: torch.device) -> str | None:
-        """Why the group cannot exchange tensors on ``device``, or ``None`` if it can. The answer must be the same on
-        all ranks of the group."""
+        """Why the group cannot exchange tensors on ``device``, or ``None`` if it can. Equal on all ranks."""
         ...
 
     def receives_first(self, device: torch.device) -> bool:
-        """Whether all receives of an exchange are started before its first send. Otherwise a hop's receives and sends
-        are started together."""
+        """True: all receives of an exchange start before its first send. False: they start with the sends of their
+        hop."""
         ...
 
     def join(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Make what messages need, if all ranks of the group must make it together: for example a communicator. All
-        ranks call this before an exchange in which one of them may have no message. Raises ``RuntimeError`` if it
-        fails."""
+        """Make what only all ranks together can make, for example a communicator. All ranks call this before an
+        exchange in which a rank may have no message. Raises ``RuntimeError`` if it fails."""
         ...
 
     def start(
@@ -148,16 +138,18 @@ class Exchanges(Transport, Protocol):
 
 @runtime_checkable
 class WholeCollectives(Transport, Protocol):
-    """Collectives of all ranks, on a stream other than the one that computes what they send."""
+    """Collectives of all ranks, on a stream of their own."""
 
     def forked(self, device: torch.device) -> AbstractContextManager[AbstractContextManager[Any]]:
-        """An outer context. When it begins, the transport's stream waits for the caller's stream. When it ends, the
-        caller's stream waits for the transport's stream. It yields an inner context, in which the transport's stream is
-        the current stream."""
+        """Two nested contexts:
+
+        * The outer one joins the streams. At its start, the transport's stream waits for the caller's stream. At its
+          end, the caller's stream waits for the transport's stream.
+        * It yields the inner one, in which the transport's stream is the current stream.
+        """
         ...
 
     def reduce_rows(self, result: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Sum ``source`` over the ranks. The collective is queued on the current stream, after the work that is there.
-        If ``result`` is ``source``, sums in place (all-reduce). Otherwise the summed rows are cut into equal shares,
-        and ``result`` of rank ``r`` gets share ``r`` (reduce-scatter)."""
+        """Sum ``source`` over the ranks, on the current stream. If ``result`` is ``source``, this is an all-reduce in
+        place. Otherwise it is a reduce-scatter: rank ``r`` gets share ``r`` of the rows."""
         ...

@@ -16,8 +16,8 @@ from tests.support.hand_graph import c10d
 
 
 def exchange(made: HandGraph, x: fx.Node, extra: int = 0) -> fx.Node:
-    """An all-to-all that cuts dim 0 into one part for each rank. Compared with equal parts, the first part has
-    ``extra`` rows more, and the last part has ``extra`` rows fewer."""
+    """An all-to-all that cuts dim 0 into one part for each rank. The first part has ``extra`` rows more than an equal
+    part, and the last part has ``extra`` fewer."""
     part = x.meta["val"].shape[0] // made.world_size
     parts = [part] * made.world_size
     parts[0], parts[-1] = part + extra, part - extra
@@ -31,7 +31,7 @@ def sent_rows(rows: int = 24, inner: int = 16, columns: int = 40, dtype: torch.d
 
 
 def sent_heads(width: int = 8) -> HandGraph:
-    """A matmul with a bias computes the heads of a batch of two sequences. Then the heads are exchanged."""
+    """A matmul with a bias computes the heads of two sequences. Then the heads are exchanged."""
     made = HandGraph()
     columns, ranks = 2 * width * made.world_size, made.world_size
     pair = operand(made, 48, 16, "x"), operand(made, 16, columns)
@@ -42,7 +42,7 @@ def sent_heads(width: int = 8) -> HandGraph:
 
 
 def received_rows(rows: int = 24, inner: int = 16, columns: int = 40) -> HandGraph:
-    """A matmul reads what arrives. A second matmul reads it transposed, and an op that is no matmul reads it, too."""
+    """A matmul reads what arrives. A second matmul reads it transposed, and a pointwise op reads it, too."""
     made = HandGraph()
     x = exchange(made, operand(made, rows * made.world_size, inner, "x"))
     plain = made.mm(x, operand(made, inner, columns))
@@ -75,15 +75,15 @@ def _side_by_side(made: HandGraph, inner: int) -> fx.Node:
 
 
 def contracted(inner: int = 16) -> HandGraph:
-    """A matmul with a bias contracts the exchanged heads, as the output projection of Ulysses attention does."""
+    """A matmul with a bias contracts the exchanged heads, as in the output projection of Ulysses attention."""
     made = HandGraph()
     pair = _side_by_side(made, inner), operand(made, inner * made.world_size, 40)
     return made.output(made.call(aten.addmm.default, made.input(40, name="bias", dtype=BF16), *pair))
 
 
 def contracted_and_gradient(inner: int = 16) -> HandGraph:
-    """A gradient of the heads arrives. The matmul for the gradient of a projection's input contracts the heads. The
-    matmul for the gradient of the projection's weight does not."""
+    """A gradient of the heads arrives. The matmul for the input's gradient contracts the heads. The matmul for the
+    weight's gradient does not."""
     made = HandGraph()
     x = _side_by_side(made, inner)
     turned = made.call(aten.permute.default, x, [1, 0])
@@ -107,7 +107,7 @@ def contracted_rows(rows: int = 24) -> HandGraph:
 
 
 def contracted_on_the_right(rows: int = 64) -> HandGraph:
-    """What arrives is the right operand of a matmul. The matmul contracts the rows that arrive."""
+    """The rows that arrive are the right operand of a matmul, and are contracted."""
     made = HandGraph()
     x = exchange(made, operand(made, rows * made.world_size, 16, "x"))
     return made.output(made.mm(operand(made, 40, rows * made.world_size), x))
@@ -125,8 +125,8 @@ def contracted_dynamic(inner: int = 64) -> HandGraph:
 
 
 def contracted_heads() -> HandGraph:
-    """The output projection of Ulysses attention, for a batch of two and with a bias. Another node also reads what
-    arrives."""
+    """The output projection of Ulysses attention, for a batch of two and with a bias. Another node also reads the
+    heads."""
     made = HandGraph()
     ranks = made.world_size
     x = made.view(operand(made, 2 * ranks * 24, 128, "x"), 2, ranks, 24, 2, 64)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for the overlap pass: it reports one site for each ``aten.mm`` and leaves the graph alone.
 
-Tests of the switches, the caches, the reports and ``explain`` use it. These tests check when the pass runs and where
-its report goes. They do not check which sites the pass finds.
+Tests use it to check when the pass runs and where its report goes.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def _decision() -> Decision:
 
 
 def substitute() -> ModuleType:
-    """A module to stand in ``sys.modules`` for the real pass."""
+    """A module for ``sys.modules`` in place of the real pass."""
     module = ModuleType(MODULE)
     module.run_overlap_pass = run_overlap_pass  # type: ignore[attr-defined]
     return module
@@ -115,7 +114,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def start_again() -> None:
-    """Forget compiled code, counters and reports, as in a new process. Overlap stays switched on or off as before."""
+    """Forget compiled code, counters and reports. The overlap switch stays as it is."""
     torch.compiler.reset()
     counters.clear()
     calls.clear()
@@ -128,7 +127,7 @@ def count() -> dict[str, int]:
 
 
 def chain(error: BaseException | None) -> str:
-    """The messages of an exception and of its causes. (Dynamo wraps an exception that a backend raises.)"""
+    """The messages of an exception and of its causes. Dynamo wraps a backend's exception."""
     text = ""
     while error is not None:
         text += f"{type(error).__name__}: {error}\n"
@@ -143,6 +142,5 @@ def inference(**options: Any) -> None:
 
 
 def ours_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """The lines of the logger ``overlap_inductor``, without those of its child loggers. (Other tests of the process may
-    have made PyTorch's loggers verbose.)"""
+    """The lines of the logger ``overlap_inductor``, without those of its child loggers."""
     return [r for r in caplog.records if r.name == "overlap_inductor"]

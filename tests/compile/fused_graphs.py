@@ -32,8 +32,8 @@ def used_gather_site() -> HandGraph:
 
 
 def trained_gather_site() -> HandGraph:
-    """Backward of a row-wise layer. The gathered gradient is multiplied by the weight. The transpose of the gathered
-    gradient is multiplied by the activations, which gives the weight's gradient."""
+    """Backward of a row-wise layer: the gathered gradient is multiplied by the weight, and its transpose by the
+    activations."""
     made = HandGraph()
     gathered = made.gather(operand(made, 24, 16, "x"))
     activations = operand(made, 24 * made.world_size, 8, "activations")
@@ -43,7 +43,7 @@ def trained_gather_site() -> HandGraph:
 
 def summed_scatter_site(biased: int = 0) -> HandGraph:
     """Three matmuls whose results are added, as in the backward of three layers that read one tensor. The last
-    ``biased`` matmuls have a bias."""
+    ``biased`` have a bias."""
     made = HandGraph()
     rows, terms = 24 * made.world_size, []
     for i, inner in enumerate((16, 24, 8)):

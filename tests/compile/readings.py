@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that shorten a report to a few fields. Tests use them to check which sites and near misses are found."""
+"""Functions that shorten a report to a few fields."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs and the generated code of all-to-alls beside matmuls: where steps stand, what is copied, what is refused,
-and what the planner chooses."""
+"""The graphs and the code of all-to-alls beside matmuls."""
 
 from __future__ import annotations
 
@@ -50,7 +49,6 @@ def test_every_exchange_of_a_block_of_a_dynamic_sequence_is_a_site() -> None:
 
 @pytest.mark.parametrize(("world_size", "dynamic"), [pytest.param(2, True, marks=pytest.mark.thorough), (8, False)])
 def test_every_exchange_of_a_ulysses_block_is_a_site(world_size: int, dynamic: bool) -> None:
-    """Every exchange is a site, whether the length of the sequence is known at compile time or only at run time."""
     with fake_group(world_size, world_size - 1):
         x = torch.randn(2, 16, 32)
         if dynamic:
@@ -71,8 +69,7 @@ def test_the_last_slices_also_travel_under_what_comes_before_the_wait() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_permutes_of_one_sequence_become_views() -> None:
-    """With a batch of one, nothing is copied. There is no pointwise kernel, and slices are sent from where they are
-    computed."""
+    """With a batch of one, nothing is copied: slices are sent from where they are computed."""
     w, b = (16, 64), (64,)
     lines = lines_of(to_own_heads, (1, 3, 16), w, b, world_size=4)
     assert events(lines) == ["start", *["mm", "send"] * 3, "mm", "wait"]
@@ -91,8 +88,8 @@ def _expert(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, v: torch.Tensor) 
 
 @pytest.mark.usefixtures("alone")
 def test_what_follows_the_matmul_of_what_arrives() -> None:
-    """Token-wise ops between the site's matmul and a later matmul run on each piece, under the next transfer. The
-    output projection is a sum over the slices, so its bias, gate and residual are one kernel after the last slice."""
+    """Token-wise ops between the site's matmul and a later matmul run on each piece. The output projection is a sum
+    over the slices, so its bias, gate and residual are one kernel after the last slice."""
     lines = lines_of(_expert, (12, 16), (16, 64), (64,), (64, 8), world_size=4)
     assert events(lines) == [
         "start",
@@ -112,7 +109,7 @@ def test_what_follows_the_matmul_of_what_arrives() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_permutes_of_a_batch_are_one_copy() -> None:
-    """The graph as written has two copies: one before and one after the exchange."""
+    """As written, the graph has two copies: before and after the exchange."""
     lines = lines_of(from_own_heads, (2, 12, 2, 8), (64, 8), world_size=4)
     assert events(lines).count("pointwise") == 1
     lines = lines_of(to_own_heads, (2, 3, 16), (16, 64), (64,), world_size=4)
@@ -127,8 +124,7 @@ def test_the_exchange_belongs_to_the_projection_and_not_to_an_attention_of_plain
 
 @pytest.mark.usefixtures("two")
 def test_parts_of_a_dynamic_size_may_be_equal() -> None:
-    """If the parts are known to be equal, the site is unrolled. Parts that are not known to be equal are sent by an op
-    that reads their sizes."""
+    """If the parts are known to be equal, the site is unrolled. Otherwise an op reads their sizes."""
 
     def layer(x: torch.Tensor, w: torch.Tensor, known: bool) -> torch.Tensor:
         if known:
@@ -146,7 +142,7 @@ def test_parts_of_a_dynamic_size_may_be_equal() -> None:
 @pytest.mark.usefixtures("two")
 def test_a_result_that_is_also_read_before_the_exchange() -> None:
     """The site of the matmul before the exchange is refused. If a matmul also reads what arrives, the exchange is
-    overlapped with that matmul instead."""
+    overlapped with that matmul."""
     x, w, v = torch.randn(4, 16), torch.randn(16, 8), torch.randn(8, 8)
 
     def both(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, after: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +165,7 @@ def test_an_op_that_cannot_be_cut_is_named() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_an_exchange_of_counts_is_a_near_miss() -> None:
-    """A layer of experts also exchanges how many tokens each expert gets. No matmul stands beside this exchange."""
+    """A layer of experts exchanges how many tokens each expert gets. No matmul stands beside this exchange."""
     made = HandGraph()
     counts = made.input(2, dtype=torch.int64)
     report = made.output(made.wait(made.call(c10d.all_to_all_single.default, counts, [1, 1], [1, 1], made.group))).run()
@@ -177,7 +173,6 @@ def test_an_exchange_of_counts_is_a_near_miss() -> None:
 
 
 def test_auto_overlaps_exchanges_of_many_tokens_and_keeps_those_of_few() -> None:
-    """On a slow link, the exchange of many tokens is hidden. If there are few tokens, the sites are kept."""
     with fake_group(4), torch.no_grad():
         many = report_of(_block(1024, 8), torch.randn(1, 512, 1024), schedule="auto", machine=SLOW)
         torch._dynamo.reset()

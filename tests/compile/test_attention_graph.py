@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs and the generated code of attention behind gathers of keys and values: where steps stand, what is refused,
-and what the planner chooses."""
+"""The graphs and the code of attention behind gathers of keys and values."""
 
 from __future__ import annotations
 
@@ -67,9 +66,8 @@ def test_golden(file: str, rank: int) -> None:
 )
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer is not all_queries])
 def test_every_spelling_is_one_site(world_size: int, masked: bool, layer: Callable[..., Any]) -> None:
-    """All gathers of keys and values are one site, whether the program gathers keys and values apart or together. The
-    rewritten graph never joins gathered shards. Its only ``cat`` joins a rank's own keys and values, for a program that
-    gathers both together."""
+    """All gathers of keys and values are one site, apart or together. The rewritten graph never joins gathered shards.
+    Its only ``cat`` joins a rank's own keys and values before one gather."""
     own = [x.transpose(1, 2).contiguous() if layer is tokens_first else x for x in _own()]
     with fake_group(world_size, world_size - 1), torch.no_grad():
         report = report_of(layer, *own, *([_mask(8, world_size)] if masked else []))
@@ -82,8 +80,8 @@ def test_every_spelling_is_one_site(world_size: int, masked: bool, layer: Callab
 
 @pytest.mark.parametrize("kind", ["self", "projected"])
 def test_projections_before_the_gathers(kind: str) -> None:
-    """The program projects the queries after the gathers, and the rewrite moves this projection before the gathers. The
-    projection of the keys and the gather of the keys are not a site of their own."""
+    """The rewrite moves the projection of the queries before the gathers. The projection of the keys is no site of its
+    own."""
 
     def layer(x: torch.Tensor, wk: torch.Tensor, wv: torch.Tensor, wq: torch.Tensor) -> torch.Tensor:
         def heads(y: torch.Tensor) -> torch.Tensor:
@@ -100,8 +98,7 @@ def test_projections_before_the_gathers(kind: str) -> None:
 
 @pytest.mark.usefixtures("two")
 def test_other_readers_get_the_gathered_tensor() -> None:
-    """The attention and another node read the gathered keys. For the other node, the rewritten graph joins the shards
-    after the last step. The program takes views of the gathered keys before it gathers the values."""
+    """Another node also reads the gathered keys. For this node, the shards are joined after the last step."""
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k = gathered(k, 2)
@@ -116,8 +113,8 @@ def test_other_readers_get_the_gathered_tensor() -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_attention_runs_while_the_next_keys_travel(world_size: int) -> None:
-    """In the generated code, the transfers of keys and of values start before the attention to the rank's own keys. A
-    shard is read directly after the wait for this shard, without a copy in between."""
+    """The transfers start before the attention to the rank's own keys. A shard is read directly after the wait for
+    it."""
     lines = lines_of(heads_first, *[(2, 4, 8, 16)] * 3, world_size=world_size, rank=1)
     expected = ["start", "start", "attention", *["step", "step", "attention"] * (world_size - 1), "pointwise"]
     assert events(lines) == expected
@@ -215,7 +212,7 @@ def test_keys_and_values_of_different_groups() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_one_tensor_as_keys_and_values() -> None:
-    """One gathered tensor is both the keys and the values. It is sent once."""
+    """One gathered tensor is both keys and values. It is sent once."""
 
     def layer(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         k = gathered(k, 2)
@@ -229,8 +226,8 @@ def test_one_tensor_as_keys_and_values() -> None:
 @pytest.mark.parametrize("keys_first", [True, False])
 @pytest.mark.parametrize("other", ["matmul", "attention"])
 def test_a_gather_of_another_site(other: str, keys_first: bool) -> None:
-    """The gathered keys are also read by a matmul, or by an attention to other values. Of two attentions, the one that
-    is found first gets the gather. A matmul always gets it, wherever the gather stands."""
+    """The gathered keys are also read by a matmul, or by an attention to other values. Of two attentions, the first one
+    gets the gather. A matmul always gets the gather."""
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if keys_first:
@@ -300,9 +297,8 @@ def test_the_planner_counts_keys_and_values() -> None:
 
 
 def test_the_planner_counts_the_hidden_keys_that_pieces_do_not_skip() -> None:
-    """As written, causal attention does not compute the scores that ``is_causal`` hides. With 2 x 1024 keys, it
-    computes a quarter of the scores for 1024 queries, and half of them for 2048 queries. The pieces of the ring compute
-    all scores."""
+    """Causal attention as written does not compute hidden scores. With 2 x 1024 keys, it computes a quarter of the
+    scores of 1024 queries, and half of the scores of 2048 queries. The ring's pieces compute all scores."""
     for layer, share in ((heads_first, 4), (all_queries, 2)):
         (full,), (causal,) = (_planned(1024, *mask, layer=layer).sites for mask in ((), (True,)))
         whole, seen = (site.decision.moving.estimate_us for site in (full, causal))
@@ -322,7 +318,7 @@ def test_ranks_compare_both_gathers() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_pieces_that_are_counted_from_the_end() -> None:
-    """The program's slices have negative starts. The pass must convert each start to an index from 0."""
+    """The slices have negative starts. The pass must convert each start to an index from 0."""
 
     def last_columns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         both = gathered(torch.cat([k, v], -1), 2)
@@ -360,7 +356,7 @@ def test_pieces_of_symbolic_sizes_have_a_reason() -> None:
 
 
 def test_symbolic_sizes() -> None:
-    """The batch size is symbolic, so each transfer has symbolic bounds. The site is overlapped all the same."""
+    """The batch size is symbolic, so each transfer has symbolic bounds."""
     with fake_group(2), torch.no_grad():
         report = report_of(heads_first, *_own(), dynamic=True)
     assert summary(report) == [SITE]

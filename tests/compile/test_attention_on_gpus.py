@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs of CUDA's attention ops behind gathers of keys and values, made by hand on fake tensors."""
+"""Hand-made graphs of CUDA's attention ops behind gathers of keys and values, on fake tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SITE = ("all_gather_attention", 2, ["attention K"], "overlapped")
 
 
 class _OnGpu:
-    """A hand-made graph of CUDA's attention ``op`` on fake tensors, behind gathers of keys and values."""
+    """A graph of CUDA's attention ``op`` behind gathers of keys and values."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class _OnGpu:
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="golden files are for torch 2.13")
 def test_golden_on_gpus() -> None:
-    """The golden file shows the pieces that CUDA's ops get, and how the graph reads the ops' log-sum-exps."""
+    """The golden file shows the pieces that CUDA's ops get, and the readers of their log-sum-exps."""
     texts = []
     for op, given in (
         ("flash", {"scale": 0.5}),
@@ -100,7 +100,7 @@ def test_forms_that_have_a_reason_on_gpus(op: str, given: dict[str, Any], code: 
 @pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("op", ["flash", "cudnn", "efficient"])
 def test_training_graphs_of_gpus_are_kept_with_a_reason(op: str) -> None:
-    """The forward graph saves the log-sum-exp of the attention for the backward graph."""
+    """The forward graph saves the attention's log-sum-exp."""
     (site,) = _OnGpu(op, last_result=1).report().sites
     (reason,) = site.decision.reasons
     assert (site.decision.status, reason.code) == ("refused", "other_users") and "saved for the backward" in reason.text
@@ -108,8 +108,8 @@ def test_training_graphs_of_gpus_are_kept_with_a_reason(op: str) -> None:
 
 @pytest.mark.usefixtures("two")
 def test_attention_whose_result_is_not_read() -> None:
-    """Dead code elimination keeps the attention, because CUDA's attention ops count as impure. The gathers before this
-    attention are near misses."""
+    """Dead code elimination keeps the attention, because CUDA's attention ops count as impure. Its gathers are near
+    misses."""
     report = _OnGpu("flash", is_read=False).report()
     assert report.failures == [] and report.sites == []
     assert {m.reason.code for m in report.near_misses} == {"no_matmul"}
@@ -117,7 +117,7 @@ def test_attention_whose_result_is_not_read() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_the_planner_with_no_queries() -> None:
-    """Without queries, the estimate of the share of keys that ``is_causal`` hides must not divide by zero."""
+    """Without queries, the estimate must not divide by zero."""
     report = _OnGpu("efficient", queries=0, is_causal=True).report(schedule="auto")
     assert report.failures == [] and [site.decision.status for site in report.sites] == ["kept"]
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("reachable")
 
 
 def test_auto_counts_the_copy_of_a_gathered_tensor_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If other ops read the gathered tensor, the estimates include the time to copy it out of the workspace."""
+    """If other ops read the gathered tensor, the estimates count its copy out of the workspace."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def estimate(schedule: str, columns: int, used: bool) -> float:
@@ -44,8 +44,8 @@ def test_auto_counts_the_copy_of_a_gathered_tensor_that_is_used(monkeypatch: pyt
     )
     with fake_group(2):
         assert [more("fused", 2048), more("fused", 256)] == pytest.approx([copy, copy], abs=1)
-        # The copy runs beside a quarter of the matmul. The exposed part of the copy is the part that outlasts this
-        # quarter, but at least the fraction ``copy_exposed`` of the copy.
+        # The copy runs beside a quarter of the matmul. The exposed part is what outlasts this quarter, but at least
+        # ``copy_exposed`` of the copy.
         assert [more("chunked", 2048), more("chunked", 256)] == pytest.approx(
             [COST.copy_exposed * copy, copy - 256 * quarter], abs=1
         )
@@ -69,7 +69,7 @@ def test_auto_takes_the_kernel_if_it_is_the_fastest(monkeypatch: pytest.MonkeyPa
 
 
 def test_chunks_pay_earlier_if_calls_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without replays, or with one hardware queue, the host launches every chunk itself. Chunks then take longer."""
+    """Without replays, or with one hardware queue, the host launches every chunk. Chunks then take longer."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def taken(**switches: str) -> str:
@@ -96,8 +96,8 @@ def test_replays_can_be_switched_off(schedule: str) -> None:
 
 @pytest.mark.parametrize("role", ["M", "N"])
 def test_tiles_follow_the_tokens_wherever_they_lie(role: str) -> None:
-    """Tiles are 128 x 256. Tokens may be rows or columns of the result (columns in ``W @ gathered.T``). Few tokens fill
-    only one row or one column of tiles."""
+    """Tiles are 128 x 256. Tokens may be rows or columns of the result. Few tokens fill only one row or column of
+    tiles."""
     for example in (4096, 16):
         with fake_group(2):
             made = HandGraph()
@@ -116,7 +116,7 @@ def test_tiles_follow_the_tokens_wherever_they_lie(role: str) -> None:
 
 
 def test_only_the_number_of_tokens_is_scaled_of_several_symbolic_sizes() -> None:
-    """If both a batch and its rows are symbolic, scaling both would scale the token count twice."""
+    """If a batch and its rows are symbolic, scaling both would scale the token count twice."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 256, 64, dtype=BF16, dynamic=[0, 1])

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.compile(model, backend="overlap_inductor")``: options, modes, a backward that is compiled later, and compiles
-that the backend refuses."""
+"""``torch.compile(model, backend="overlap_inductor")``: options, modes, late backwards, and refused compiles."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def test_our_options_and_inductors_go_in_one_dictionary() -> None:
 
 
 def test_inductors_mode_is_applied_beside_ours() -> None:
-    """``torch.compile`` takes either a mode or options. With a mode, our options come from enable() or the
-    environment."""
+    """``torch.compile`` takes a mode or options. With a mode, our options come from enable() or the environment."""
     note = Noting("coordinate_descent_tuning")
     setattr(inductor_config, SLOT, note)
     overlap_inductor.enable(mode="report")
@@ -93,7 +91,7 @@ def test_unknown_option_names_near_ones() -> None:
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_bad_value_in_the_options_names_the_option(enabled: bool) -> None:
-    """The error must not name the environment's variable, whether overlap is enabled or not."""
+    """The error must not name the environment's variable."""
     if enabled:
         overlap_inductor.enable()
     with pytest.raises(Exception) as error:
@@ -119,7 +117,7 @@ def test_inductors_mode_among_the_options_is_an_error_that_says_what_works() -> 
 
 
 def test_a_modes_settings_are_taken_as_options() -> None:
-    """The error in the test above advises users to pass a mode's settings as options. This test follows that advice."""
+    """The error in the test above advises to pass a mode's settings as options."""
     note = Noting("coordinate_descent_tuning")
     settings = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
     inference(options={**settings, "schedule": "ring", SLOT: note})
@@ -215,8 +213,8 @@ def test_export_is_untouched_by_enable() -> None:
 
 
 def test_aot_inductor_is_refused_site_by_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AOTInductor's library runs without Python. So the pass is told to refuse every site, and the compile continues to
-    its end. The library is not built: this would take 20 seconds, most of them for headers."""
+    """AOTInductor's library runs without Python, so every site is refused. The library is not built, to save 20
+    seconds."""
     library = tmp_path / "model.so"
     library.touch()
     monkeypatch.setattr("torch._inductor.codecache.AotCodeCompiler.compile", lambda *args, **keywords: [str(library)])
@@ -228,7 +226,7 @@ def test_aot_inductor_is_refused_site_by_site(tmp_path: Path, monkeypatch: pytes
 
 
 class _Built(BaseException):
-    """Ends a compile when its C++ is ready to be built. To build it would take five seconds."""
+    """Ends a compile when its C++ is ready to be built, to save five seconds."""
 
 
 def _build(*args: object, **keywords: object) -> None:

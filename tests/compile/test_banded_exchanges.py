@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls after a matmul and row-wise ops. In Ulysses attention, the row-wise ops before the exchange are norms of
-q and k, and rotary embeddings."""
+"""All-to-alls after a matmul and row-wise ops, such as the norms and rotary embeddings of Ulysses attention."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def normed(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
 
 BLOCKS = list(itertools.product(("heads", "rows"), ("halves", "pairs", ""), (False, True)))
 QUICK = [("heads", "halves", False), ("rows", "pairs", False), ("rows", "", True)]
-"""Together, these three blocks cover each norm, each rotary embedding, and static and dynamic sizes. The other blocks
-are the remaining combinations."""
+"""These blocks cover each norm, each rotary embedding, and static and dynamic sizes."""
 
 
 @pytest.mark.parametrize(
@@ -57,8 +55,7 @@ def test_every_exchange_of_a_block_is_a_site(norm: str, rotary: str, dynamic: bo
 
 @pytest.mark.usefixtures("alone")
 def test_each_band_is_sent_before_the_next_one_is_multiplied() -> None:
-    """Each band has a norm kernel of its own. The kernel writes the parts of the band in the order in which the parts
-    are sent."""
+    """Each band has its own norm kernel, which writes the parts in the order of sending."""
     lines = lines_of(normed, (1, 6, 16), (16, 64), (8,), world_size=4, sub_chunks=2)
     found = events(lines)
     assert found.index("start") < found.index("send"), found
@@ -82,13 +79,13 @@ def _over_tokens(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _of_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The exchange cuts the result into slices of rows. So a band of the result's rows goes to one rank only."""
+    """The exchange cuts the result into slices of rows, so a band goes to one rank only."""
     y = x @ w
     return exchange(y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
 def _read_before(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The exchange needs a sum over the whole product. So no band can be sent before all bands are multiplied."""
+    """The exchange needs a sum over the whole product, so no band can be sent early."""
     y = x @ w
     y = y.softmax(-1) * (y.sum() > 0)
     return exchange(y.unflatten(1, (2, -1)).transpose(0, 1).contiguous())

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches: a hit gives the same report, counters, dump and strict errors as a compile. A change of the version, of a
-source file, of the process groups or of a switch that matters for the code is a miss.
+"""Caches: a hit gives the report, counters, dump and strict errors of a compile. A change that matters is a miss.
 
-Most tests use one process, because a hit loads the same files there as in another process. One test uses two processes.
+Most tests use one process, because a hit loads the same files there. One test uses two processes.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ from tests.support.fork_base import ForkBase
 
 pytestmark = pytest.mark.usefixtures("fake")
 
-# The cache that is hit. ``aot``: AOTAutograd's cache, whose entries name the forward and the backward graph in
-# Inductor's cache. ``inductor``: Inductor's cache alone. ``bundled``: AOTAutograd's cache with both graphs in the
-# entry.
+# The cache that is hit. ``aot``: AOTAutograd's, whose entries name graphs in Inductor's cache. ``inductor``: Inductor's
+# alone. ``bundled``: AOTAutograd's, with both graphs in the entry.
 LAYERS: dict[str, dict[str, bool]] = {
     "aot": {"enable_autograd_cache": True},
     "inductor": {"enable_autograd_cache": False},
@@ -79,8 +77,7 @@ def was_hit() -> bool:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The dump's files, without the files that name the run. Those are the page of all graphs and each graph's
-    ``run.json``."""
+    """The dump's files, except those that name the run: the page of all graphs and each ``run.json``."""
     found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     return {name: data for name, data in found.items() if name != "index.html" and not name.endswith("/run.json")}
 
@@ -110,8 +107,7 @@ def test_hit_in_the_backend_and_by_enable_share_one_entry(cache: Path) -> None:
 
 
 def test_hit_writes_the_dump_to_the_current_folder(cache: Path, tmp_path: Path) -> None:
-    """The dump folder is not part of the key: with another folder the cache hits, and the stored report is written
-    there."""
+    """The dump folder is not part of the key. The stored report is written to the current folder."""
     overlap_inductor.enable(dump=str(tmp_path / "a"))
     train()
     start_again()
@@ -123,8 +119,7 @@ def test_hit_writes_the_dump_to_the_current_folder(cache: Path, tmp_path: Path) 
 
 
 def test_hit_is_as_strict(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If loading a cached graph raises, AOTAutograd compiles the graph again. The graph's sites must not be counted
-    twice."""
+    """If loading a cached graph raises, AOTAutograd compiles the graph again. Its sites must not be counted twice."""
     monkeypatch.setitem(fake_pass.STATUS, "status", "refused")
     overlap_inductor.enable(mode="strict")
     outcomes = []
@@ -177,8 +172,7 @@ def test_another_switch_is_a_miss(cache: Path) -> None:
 
 
 def test_off_after_on_is_a_miss_and_on_again_a_hit(cache: Path) -> None:
-    """Code compiled with overlap must not be loaded while overlap is off. Code compiled without overlap must not be
-    loaded while overlap is on."""
+    """Code compiled with overlap must not be loaded while overlap is off, or code without overlap while it is on."""
     overlap_inductor.enable()
     train()
     overlap_inductor.disable()
@@ -206,8 +200,8 @@ def test_another_version_or_source_is_a_miss(cache: Path, monkeypatch: pytest.Mo
 
 
 def test_every_source_file_counts(tmp_path: Path) -> None:
-    """Each changed source file and each new source file changes the hash. After each change, the test hashes a copy of
-    the package. To save time, the copy has at most two files of each folder."""
+    """Each changed or new source file changes the hash. To save time, the hashed copy has at most two files of each
+    folder."""
     package = tmp_path / "package"
 
     def left_out(folder: str, names: list[str]) -> list[str]:
@@ -228,8 +222,7 @@ def test_every_source_file_counts(tmp_path: Path) -> None:
 
 
 def test_other_process_groups_are_another_key() -> None:
-    """An all_reduce names its group but not the group's size. So two graphs with the same text may need different
-    plans."""
+    """An all_reduce names its group but not the group's size. So equal graphs may need different plans."""
     keys = [fingerprint.fingerprint(OverlapConfig())]
     for world_size in (2, 4):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -242,7 +235,7 @@ def test_other_process_groups_are_another_key() -> None:
 
 
 def test_cache_artifacts_carry_the_reports(layer: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    CacheArtifactManager.clear()  # CacheArtifactManager holds the artifacts of earlier compiles in this process
+    CacheArtifactManager.clear()  # it holds the artifacts of earlier compiles in this process
     overlap_inductor.enable()
     train()
     first = outcome()
@@ -298,7 +291,7 @@ print(json.dumps(dict(
 
 @pytest.mark.parametrize(("mode", "status"), [("on", "overlapped"), ("strict", "refused")])
 def test_second_process(inductor_base: ForkBase, tmp_path: Path, mode: str, status: str) -> None:
-    """A process with a warm cache gives the same dump, counters, reports and strict error as the first process."""
+    """With a warm cache, a process gives the dump, counters, reports and strict error of the first process."""
     package = tmp_path / "code"  # a copy, so that no edit changes it between the two processes
     shutil.copytree(Path(overlap_inductor.__file__).parent, package / "overlap_inductor")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-parallel rewrite and the caches: if a rewritten graph is loaded from a cache, no pass runs, and the
-report is the same as after the compile."""
+"""The sequence-parallel rewrite and the caches: on a hit, no pass runs, and the report is that of the compile."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def test_a_hit_has_the_stretches_and_the_inputs_to_compare(tmp_path: Path, monke
         runs.clear()
         with (
             fake_group(2),
-            # (Generated code calls ATen for each op, so that no C++ kernel is built.)
+            # Generated code calls ATen for each op, so that no C++ kernel is built.
             inductor_config.patch(fx_graph_cache=True, fallback_by_default=True),
             functorch_config.patch(enable_autograd_cache=True),
             overlap_inductor.overlap(schedule="ring", sequence_parallel="on"),

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of the pass in a compile, counted instead of timed: evaluations of fake tensors, and searches for
-collectives.
-
-``bench.compile_cost`` measures the seconds.
-"""
+"""The cost of the pass in a compile, counted and not timed: evaluations of fake tensors, and searches for
+collectives."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ LARGE = 10**6
 
 
 def blocks(layers: int) -> HandGraph:
-    """Layers of plain tensor parallelism, each ``x + all_reduce(relu(x @ w) @ v)``. Each layer has one site."""
+    """Layers of tensor parallelism, each ``x + all_reduce(relu(x @ w) @ v)`` with one site."""
     made = HandGraph()
     x = made.input(16, 16)
     weights = [[made.input(*s, name=f"{n}{i}") for n, s in (("w", (16, 8)), ("v", (8, 16)))] for i in range(layers)]
@@ -57,9 +54,8 @@ def counted(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Counter[
 
 
 def test_steps_of_equal_layers_share_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of equal layers share evaluations: a further layer causes less than one evaluation for every two nodes that
-    it adds. Each view is evaluated, because it must share memory with its own base. (In an earlier version, every step
-    was evaluated, and 64 sites took two seconds.)"""
+    """A further layer causes less than one evaluation for every two nodes that it adds. Each view is evaluated, because
+    it must share memory with its own base."""
     found = []
     for layers in (4, 8, 16):
         with fake_group(2):
@@ -73,8 +69,8 @@ def test_steps_of_equal_layers_share_evaluations(monkeypatch: pytest.MonkeyPatch
 
 
 def test_steps_are_not_evaluated_again_after_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the passes, Inductor evaluates every added node that has no value yet. The steps have values, so further
-    layers cause no further evaluations of this package's ops."""
+    """After the passes, Inductor evaluates every added node without a value. The steps have values, so further layers
+    cause no evaluations of this package's ops."""
 
     def run(layers: int) -> Counter[str]:
         def model(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -94,8 +90,7 @@ def test_steps_are_not_evaluated_again_after_the_pass(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
-    """A step has the value that its fake function returns. No node but the step's views shares memory with this
-    value."""
+    """A step has the value that its fake function returns. Only the step's views share memory with it."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(16, 16, dynamic=(0,) if dynamic else ())
@@ -111,7 +106,7 @@ def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with made.mode:
             anew = node.target(*args, **kwargs)  # type: ignore[operator]
-        # (The stride of a dim of size 1 has no meaning, and may be above 1 in torch 2.15.)
+        # The stride of a dim of size 1 has no meaning, and may be above 1 in torch 2.15.
         found, expected = (
             [(str(n), n == 1 or str(s)) for n, s in zip(v.shape, v.stride(), strict=True)] for v in (value, anew)
         )
@@ -125,8 +120,7 @@ def test_every_step_has_a_value_of_its_own(dynamic: bool) -> None:
 
 
 def test_a_value_depends_on_its_arguments() -> None:
-    """The type of a number among the arguments decides the result's dtype. After an argument is replaced, the stored
-    value is out of date."""
+    """The type of a number among the arguments decides the dtype. A replaced argument makes the value out of date."""
     with fake_group(2):
         made = HandGraph()
     x, y = made.input(4, 6, dtype=torch.int64), made.input(6, 6, dtype=torch.int64, name="y")
@@ -143,8 +137,7 @@ def test_a_value_depends_on_its_arguments() -> None:
 
 
 def test_a_reader_of_a_replaced_tensor_keeps_its_value_if_that_is_right() -> None:
-    """The reader keeps its value if the new tensor would give it the same strides. Otherwise the value counts as out of
-    date."""
+    """The reader keeps its value if the new tensor gives it equal strides. Otherwise the value is out of date."""
     with fake_group(2):
         made = HandGraph()
     x, alike, y = made.input(4, 6), made.input(4, 6, name="alike"), made.input(6, 4, name="y")
@@ -166,8 +159,7 @@ def shares_memory(node: fx.Node, other: fx.Node) -> bool:
 
 
 def test_views_of_a_replaced_tensor_become_views_of_the_new_one() -> None:
-    """A view of a view of the replaced tensor also becomes a view of the new tensor. A tensor that is computed from a
-    view keeps its value."""
+    """A view of a view also becomes a view of the new tensor. A tensor computed from a view keeps its value."""
     with fake_group(2):
         made = HandGraph()
     x, new = made.input(4, 6), made.input(4, 6, name="new")
@@ -183,8 +175,8 @@ def test_views_of_a_replaced_tensor_become_views_of_the_new_one() -> None:
 
 
 def test_views_are_left_to_inductor_if_one_of_them_cannot_be_evaluated() -> None:
-    """One view is a split. Its result is a list, and ``StepValues`` gives no value to a list. So all views keep their
-    old values and count as out of date."""
+    """A split's result is a list, and ``StepValues`` gives no value to a list. So all views keep their old values and
+    are out of date."""
     with fake_group(2):
         made = HandGraph()
     x, new = made.input(4, 6), made.input(4, 6, name="new")
@@ -199,9 +191,8 @@ def test_views_are_left_to_inductor_if_one_of_them_cannot_be_evaluated() -> None
 
 
 def test_what_follows_a_view_of_a_gathered_tensor_is_not_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass replaces the gathered tensor by the buffer of the steps. The operators behind a view of the gathered
-    tensor are then evaluated as often as without the pass. (In an earlier version, Inductor evaluated them all
-    again.)"""
+    """The steps' buffer replaces the gathered tensor. The operators behind a view of the gathered tensor are evaluated
+    as often as without the pass."""
 
     def model(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gathered = all_gather(x, 0, torch.distributed.group.WORLD)
@@ -218,8 +209,7 @@ def test_what_follows_a_view_of_a_gathered_tensor_is_not_evaluated_again(monkeyp
 
 
 def test_collectives_are_not_searched_for_if_inductor_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor pads nothing on a CPU, so the pass need not search for collectives. Such a search follows the residual
-    stream from each matmul. For 32 layers, all searches took two seconds."""
+    """Inductor pads nothing on a CPU, so the pass need not search for collectives. These searches are slow."""
     asked: list[fx.Node] = []
     monkeypatch.setattr(hooks, "beside_collective", asked.append)
 

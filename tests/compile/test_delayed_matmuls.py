@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If only the graph's output needs a matmul, the matmul is delayed. It then runs under a transfer that nothing else
-hides."""
+"""A matmul that only the graph's output needs is delayed, so that it runs under a transfer that nothing else hides."""
 
 from __future__ import annotations
 
@@ -18,17 +17,16 @@ from tests.support.hand_graph import aten
 from tests.support.spellings import world
 
 SMALL, LARGE = (8, 2000), (8, 4_000_000)
-"""The gradient of a weight is a matmul. These are shapes of the matmul's right operand. With ``LARGE``, the matmul
-takes much longer than the transfer."""
+"""Shapes of the right operand of a weight's gradient. With ``LARGE``, this matmul takes much longer than the
+transfer."""
 MIDDLE = (25_000, 24_999)
-"""The numbers of columns of two gradients. Each gradient takes longer than the transfers of one small site."""
+"""Columns of two gradients. Each gradient takes longer than the transfers of one small site."""
 
 
 def _lines(
     gradient: tuple[int, int], read_elsewhere: bool = False, gathered: tuple[int, int] = (512, 512)
 ) -> list[str]:
-    """The lines of a rewritten graph. As written, the graph first computes a gradient. A site follows, and then a
-    gather that is no site."""
+    """The lines of a rewritten graph. The graph computes a gradient, then has a site, then a gather that is no site."""
     with fake_group(2):
         made = HandGraph()
         x, w, rows = made.input(8, 16), made.input(16, 32, name="w"), made.input(512, 512, name="rows")
@@ -53,8 +51,7 @@ def test_a_gradient_runs_under_a_gather_that_is_no_site() -> None:
 
 
 def test_an_op_that_waits_itself_is_left_alone() -> None:
-    """DTensor changes the sharded dim with one op, which also waits for its own transfer. So no matmul can run between
-    the start and the end of this transfer."""
+    """DTensor changes the sharded dim with one op that waits itself. So no matmul can run under its transfer."""
     with fake_group(2) as group:
         made = HandGraph()
         dw = made.mm(made.input(64, 8, name="dy"), made.input(*SMALL, name="features"))
@@ -75,8 +72,7 @@ def test_a_gradient_stays_where_it_does_not_help() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_gradient_runs_under_a_scatter_in_bands(world_size: int) -> None:
-    """The gradient runs after the last send and before the wait for the first band. Only the wait for the first band
-    needs an edge to the gradient, because the other waits come later."""
+    """The gradient runs between the last send and the first wait. Only the first wait needs an edge to the gradient."""
     with fake_group(world_size):
         made = HandGraph()
         x, w, up = made.input(64, 32), made.input(32, 64, name="w"), made.input(64, 48, name="up")
@@ -99,7 +95,7 @@ def test_a_gradient_runs_under_a_scatter_in_bands(world_size: int) -> None:
 
 
 def test_the_rest_of_the_gradients_runs_under_the_gather_in_bands() -> None:
-    """One gradient alone takes longer than the scatter's transfers. So the other gradient runs under the gather."""
+    """One gradient alone takes longer than the scatter. So the other gradient runs under the gather."""
     with fake_group(2):
         made = HandGraph()
         x, w, up = made.input(64, 32), made.input(32, 64, name="w"), made.input(64, 48, name="up")
@@ -119,8 +115,7 @@ def test_the_rest_of_the_gradients_runs_under_the_gather_in_bands() -> None:
 
 
 def test_order_in_the_generated_code() -> None:
-    """A gradient is computed while the scatter's ring is in flight. A gradient is also computed while the gather is in
-    flight."""
+    """One gradient runs while the scatter is in flight, and one while the gather is in flight."""
 
     def fn(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, w, rows, dy, features, others = tensors

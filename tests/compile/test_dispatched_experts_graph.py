@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs of experts between two exchanges of rows: a golden graph, what ranks compare, what runs under the
-exchange of the results, and what is refused."""
+"""The graphs of experts between two exchanges of rows: golden graph, plans, order, and what is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def _scalars() -> Iterator[None]:
 
 
 def _reports(rank: int, *several: dict[str, Any], world_size: int = 2) -> list[list[OverlapReport]]:
-    """The reports of a layer's forward and backward graph, with each of ``several`` settings. Ranks have different
+    """The reports of a layer's forward and backward graph with each of ``several`` settings. Ranks have different
     numbers of tokens."""
     x, ids, scores = inputs(16 + rank, "random", rank, torch.bfloat16)
     with fake_group(world_size, rank):
@@ -51,12 +50,12 @@ def _reports(rank: int, *several: dict[str, Any], world_size: int = 2) -> list[l
 
 
 def test_both_graphs_are_rewritten_unless_they_are_kept() -> None:
-    """Ranks agree although they send different numbers of rows. The host reads no more numbers than in the graph
-    as written. In the forward graph, the shared expert's first matmul runs before the wait for the results. In the
-    backward graph, the matmuls for the gradients of all experts' weights run before this wait.
+    """Ranks agree although they send different numbers of rows. The host reads no more numbers than without overlap.
+    These matmuls run before the wait for the results:
 
-    The graphs are those of the golden file. Without the pattern, they stay as written. The planner keeps what it cannot
-    estimate."""
+    - forward: the shared expert's first matmul;
+    - backward: the matmuls for the gradients of all experts' weights.
+    """
     first, without_the_pattern, planned = _reports(0, {}, {"patterns": ("all_to_all_matmul",)}, {"schedule": "auto"})
     found = [first, *_reports(1, {})]
     how = "by ring/p2p (route=direct, sub_chunks=4)"
@@ -94,8 +93,8 @@ def _held(report: OverlapReport) -> list[str]:
 
 @pytest.mark.usefixtures("alone")
 def test_order_in_the_generated_code() -> None:
-    """The first matmul of the shared expert runs after the experts' op, while the results return. The second matmul is
-    an ``addmm``, which adds the results."""
+    """The shared expert's first matmul runs while the results return. Its second is an ``addmm`` that adds the
+    results."""
     layer = DispatchedExperts(0, 2, shared=True)
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +107,7 @@ def test_order_in_the_generated_code() -> None:
 
 
 class _Recorded:
-    """Takes the place of an exchange, and records the messages and waits that the op asks for."""
+    """Takes the place of an exchange, and records the op's messages and waits."""
 
     def __init__(self, name: str, events: list[str], hops: int) -> None:
         self.name, self.events, self.hop_count = name, events, hops
@@ -121,8 +120,8 @@ class _Recorded:
 
 
 def test_order_in_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank sends all pieces before it computes its own rows. Then it awaits, computes and returns one piece after
-    the other. Each piece returns to the rank from which it came."""
+    """The rank sends all pieces before it computes its own rows. Then it awaits, computes and returns each piece to its
+    sender."""
     events: list[str] = []
     names = iter(["send", "return"])
     monkeypatch.setattr(ops.exchanges, "open_uneven", lambda *given: _Recorded(next(names), events, 2))
@@ -211,8 +210,8 @@ def test_a_near_miss(name: str) -> None:
 
 @pytest.mark.usefixtures("two")
 def test_one_exchange_returns_rows_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two exchanges bring rows to experts, and one exchange returns the product of both results. The returning exchange
-    belongs to the site that is found first."""
+    """Two exchanges bring rows to experts, and one exchange returns the product. The returning exchange belongs to the
+    site that is found first."""
     monkeypatch.setattr(permutations, "is_permutation", lambda index: True)
 
     def run(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
@@ -272,8 +271,8 @@ def _with_experts(experts: int) -> OverlapReport:
 
 @pytest.mark.usefixtures("two")
 def test_weights_of_as_many_experts_as_rows_are_not_cut_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are 16 rows, so the weights of 16 experts look like one entry for each row. The op must still get all
-    weights in its argument ``whole``. Its argument ``rows`` is empty. The estimate counts the weights' bytes."""
+    """16 experts' weights look like one entry for each of the 16 rows. The op must still get all weights, and the
+    estimate must count their bytes."""
     monkeypatch.setattr(permutations, "is_permutation", lambda index: True)
     few, many = _with_experts(4), _with_experts(16)
     for report in (few, many):
@@ -290,8 +289,7 @@ def _loop(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, i: torch.Tensor)
 
 @pytest.mark.usefixtures("two")
 def test_a_loop_over_experts_is_left_as_written() -> None:
-    """The rows are divided by experts and not by ranks, so a cut by ranks does not fit. The near miss names the
-    ``cat``."""
+    """The rows are divided by experts, so a cut by ranks does not fit. The near miss names the ``cat``."""
     for function in (
         lambda *given: _home(_loop(*given)),
         lambda *given: funcol.all_reduce(_loop(*given), "sum", torch.distributed.group.WORLD),

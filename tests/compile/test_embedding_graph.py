@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs and the generated code of lookups beside all-to-alls: the order of the steps, what is refused, and what
-the planner chooses."""
+"""The graphs and the code of lookups beside all-to-alls."""
 
 from __future__ import annotations
 
@@ -56,7 +55,6 @@ def _reports(kind: str, joined: str, tables: int = 3, mine: int = 4, **fields: A
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
 @pytest.mark.parametrize("spelling", FILES)
 def test_golden(spelling: tuple[str, str], rank: int) -> None:
-    """Sites, decisions and graphs are those of the golden file, on every rank."""
     with fake_group(2, rank):
         found = _reports(*spelling, tables=5, sub_chunks=1)
     assert not any(map(waste, found))
@@ -66,8 +64,7 @@ def test_golden(spelling: tuple[str, str], rank: int) -> None:
 
 MODELS = list(itertools.product(("cat", "stack", "tables first"), ("sum", "mean", "embedding"), (2, 4, 8)))
 QUICK = [("cat", "embedding", 4), ("stack", "mean", 8)]
-"""Together with the models of the golden files, these models cover each way to join tables, each kind of lookup, and
-each number of ranks."""
+"""With the golden models, these cover each way to join tables, each kind of lookup, and each number of ranks."""
 
 
 @pytest.mark.parametrize(
@@ -103,8 +100,8 @@ def _trained_code(kind: str, tables: int, **fields: Any) -> list[list[str]]:
 
 @pytest.mark.usefixtures("alone")
 def test_tables_are_sent_while_others_are_looked_up() -> None:
-    """The results of each table are sent before the next table is looked up. In the backward graph, each table's
-    gradient is computed before the rank waits for what arrives for the next table."""
+    """Each table's results are sent before the next lookup. In backward, each table's gradient is computed before the
+    next wait."""
     with fake_group(3):
         forward, backward = _trained_code("sum", 4, sub_chunks=2)
     assert [e for e in forward if e != "pointwise"][:14] == ["start", *["lookup", "send", "send"] * 4, "wait"]
@@ -117,16 +114,14 @@ def test_tables_are_sent_while_others_are_looked_up() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_rows_are_looked_up_for_one_rank_after_the_other() -> None:
-    """There is one kernel for each piece, and nothing is copied before the exchange. The rank's own rows are looked up
-    last."""
+    """One kernel for each piece, and no copy before the exchange. The rank's own rows are looked up last."""
     with fake_group(3):
         forward, _ = _trained_code("embedding", 2, sub_chunks=1)
     assert forward[: forward.index("wait") + 1] == ["start", *["pointwise", "send"] * 4, "pointwise", "wait"]
 
 
 def test_the_lookups_themselves_do_not_change_and_ranks_compare_how_they_send() -> None:
-    """Bags are looked up by the program's own ops, with the arguments that the program gives these ops. So overlap
-    changes neither the results, nor the tensors saved for backward, nor the error for an index out of range."""
+    """Bags are looked up by the program's own ops and arguments. So results, saved tensors and errors stay the same."""
     with fake_group(2):
         forward, backward = _reports("sum", "cat")
         rows, _ = _reports("embedding", "cat")
@@ -174,8 +169,7 @@ def test_what_is_no_site_has_a_reason() -> None:
 
 
 def test_gradients_that_are_not_read_table_by_table() -> None:
-    """The results of two tables are added, and the sum is exchanged. So one gradient arrives for both tables. Neither
-    the exchange of the sum nor the exchange of the gradient is a site."""
+    """The sum of two tables' results is exchanged, so one gradient arrives for both. Neither exchange is a site."""
 
     def layer(w: torch.Tensor, v: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
         one, other = _bags(w, v, indices=i)
@@ -202,7 +196,7 @@ def test_a_moving_pass_leaves_the_site() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_rows_that_are_pooled_by_a_sum_are_pooled_table_by_table() -> None:
-    """A sum follows the lookup in each table. As with bags, the sum of a table is not cut into pieces for each rank."""
+    """A sum follows the lookup in each table. As with bags, the sum is not cut into pieces for each rank."""
 
     def layer(w: torch.Tensor, v: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
         return exchange(torch.cat([F.embedding(i, t).sum(1) for t in (w, v)], 1))
@@ -224,8 +218,7 @@ def test_results_that_are_also_read_elsewhere() -> None:
 
 
 def test_bags_of_dynamic_lengths() -> None:
-    """The number of indices is known at run time only. The site is overlapped, because its pieces do not depend on this
-    number."""
+    """The number of indices is known at run time only. The pieces do not depend on it."""
     with fake_group(2), torch.no_grad():
         model = DLRM(3, 50, 4, 5)
         batch = batch_of(model, 4, 3, torch.Generator().manual_seed(1))
@@ -235,8 +228,7 @@ def test_bags_of_dynamic_lengths() -> None:
 
 
 def test_the_planner_estimates_both_ways() -> None:
-    """On a slow link, the exchange is hidden under the lookups of long bags. If the batch is too small, the site is
-    kept."""
+    """On a slow link, lookups of long bags hide the exchange. If the batch is too small, the site is kept."""
     with fake_group(2):
         model = DLRM(8, 1000, 64, 5)
         batch = batch_of(model, 2048, 64, torch.Generator().manual_seed(1), square=True)

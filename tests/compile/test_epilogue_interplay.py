@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epilogues beside other sites. The other sites could take the same nodes, move the epilogues' inputs, or read the
-epilogues' results."""
+"""Epilogues beside other sites, which could take the same nodes, move an epilogue's inputs, or read its result."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ def planned(report: OverlapReport) -> list[tuple[str, str, Any]]:
 
 
 def test_the_norm_of_a_small_message_is_not_the_epilogue_of_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sites could compute the same sum in their kernels. The gather must not take the sum, because the gather's
-    kernel runs before the all-reduce, and the sum reads the all-reduce's result."""
+    """The kernels of both sites could compute the sum. The gather must not take the sum, because its kernel runs before
+    the all-reduce that the sum reads."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def f(
@@ -64,8 +63,8 @@ def test_the_norm_of_a_small_message_is_not_the_epilogue_of_a_gather(monkeypatch
     ]
     zeros[4].requires_grad_()
     with fake_group(4):
-        # (Without replays, the estimate includes the host's launches, so ``fused`` is faster than ``chunked`` for the
-        # gather.)
+        # Without replays, the estimate counts the host's launches, so ``fused`` is faster than ``chunked`` for the
+        # gather.
         told = '{"launch_seconds": 1e-9, "call_seconds": 1e-9}'
         forward = reports_of(f, *zeros, schedule="auto", mode="on", replay="off", machine=told)[0]
     assert not forward.notices and planned(forward) == [
@@ -76,8 +75,7 @@ def test_the_norm_of_a_small_message_is_not_the_epilogue_of_a_gather(monkeypatch
 
 def test_a_rewrite_adds_no_epilogue_that_was_not_planned(two: None) -> None:
     """The plan gives the second weight no epilogue, because the cast of ``s`` comes after the gather. The rewrite moves
-    this cast before the gather. After the move, the kernel could read the result of the cast. Nevertheless, the second
-    weight must stay without an epilogue."""
+    the cast before the gather, but must not add an epilogue."""
 
     def f(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = all_gather(x, 0, torch.distributed.group.WORLD)

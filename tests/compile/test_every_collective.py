@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every collective of a program is in a report: as a site, as a near miss, or as a call that broke the graph."""
+"""Every collective of a program is in a report: as a site, a near miss, or a call that broke the graph."""
 
 from __future__ import annotations
 
@@ -104,8 +104,7 @@ def test_other_breaks_are_not_reported() -> None:
 
 
 def test_a_compiled_program_reports_each_break_once() -> None:
-    """The program also reports the break when it is loaded from a cache. The report of the next graph does not name the
-    break again."""
+    """A program loaded from a cache also reports the break. The report of the next graph does not repeat it."""
     with fake_group(2), torch.no_grad(), overlap_inductor.overlap():
         for _ in range(2):
             torch.compiler.reset()
@@ -117,7 +116,7 @@ def test_a_compiled_program_reports_each_break_once() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_broadcast_is_listed() -> None:
-    """No pattern has a broadcast. The report must still list the broadcast, as a near miss."""
+    """No pattern has a broadcast, so the broadcast is a near miss."""
     (report,) = reports_of(lambda x, w: funcol.broadcast(x @ w, 0, world()), torch.randn(4, 16), torch.randn(16, 8))
     assert misses(report) == [("broadcast", "pattern_not_available")] and report.before == report.after != ""
 
@@ -132,8 +131,7 @@ NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_fun
 
 
 def test_every_operator_that_moves_data_is_a_collective() -> None:
-    """A later release of torch may bring a new operator that moves data. The report must not leave out this
-    operator."""
+    """If a later torch brings a new operator that moves data, this test fails."""
     graph, names = fx.Graph(), set()
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
@@ -154,8 +152,7 @@ def test_every_operator_that_moves_data_is_a_collective() -> None:
 @pytest.mark.skipif(not hasattr(torch.ops._c10d_functional, "isend"), reason="torch 2.11 has no functional send")
 @pytest.mark.usefixtures("two")
 def test_plans_do_not_name_a_functional_send_or_receive() -> None:
-    """The graph of one rank sends, and the graph of another rank receives. If plans named these calls, the ranks would
-    seem to differ."""
+    """One rank's graph sends, another's receives. If plans named these calls, the ranks would seem to differ."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(2)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls beside matmuls, as one op of schedule ``chunked``: the graphs, what is refused, and when ``auto`` chooses
-the schedule."""
+"""All-to-alls beside matmuls, as one op of schedule ``chunked``: graphs, refusals and the choice of ``auto``."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def test_refused_with_a_reason(name: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["matmul_all_to_all", "all_to_all_matmul"])
 def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
-    """Overlap pays from a certain token count on. Below this count, and above ``max_tokens``, the op runs the plain
-    collective."""
+    """The op runs the plain collective below the count from which overlap pays, and above ``max_tokens``."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(2):
         made = HandGraph()
@@ -107,15 +105,15 @@ def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch, pattern: st
 
 
 def test_an_empty_slice_is_planned_and_written() -> None:
-    """The slice has no rows, so the op runs the plain collective, which moves nothing."""
+    """The slice has no rows, so the op runs the plain collective."""
     with fake_group(2):
         report = graphs.sent_rows(rows=0).run(schedule="chunked")
     assert "chunked_matmul_all_to_all" in report.after, report.notices
 
 
 def test_auto_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks are chosen only if they are estimated to be more than 25 % faster than the plain graph. The margin is so
-    large because all-to-alls were not measured on 8 ranks. The estimate counts the copy out of the workspace."""
+    """By estimate, chunks must be more than 25 % faster than the plain graph: all-to-alls were not measured on 8 ranks.
+    The estimate counts the copy out of the workspace."""
     machine = machine_for("cuda")
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine)
     found = {}

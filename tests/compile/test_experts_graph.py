@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs and the generated code of layers of experts: which layers are cut into blocks of tokens, and in which
-order the steps run. The ranks' plans are equal, although each rank's graph holds the rank's number."""
+"""The graphs and the code of layers of experts: which are cut into blocks of tokens, and the order of the steps."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ def _report(world_size: int, rank: int, tokens: int = 32, **fields: object) -> O
 
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (4, 8))])
 def test_ranks_agree_although_their_graphs_hold_the_rank(world_size: int) -> None:
-    """A graph uses its rank's number only to select the rank's experts. Apart from this number, the graphs of all ranks
-    are equal. The plans do not hold the number, and are equal."""
+    """A graph uses its rank's number only to select the rank's experts. The plans do not hold the number, so they are
+    equal."""
     budgets, first_and_last = (10_000, 1), []
     for rank in (0, world_size - 1):
         with fake_group(world_size, rank), torch.no_grad():
@@ -109,8 +108,7 @@ MISSES: dict[str, tuple[Callable[..., object], str, str]] = {
 @pytest.mark.parametrize("name", MISSES)
 @pytest.mark.usefixtures("two")
 def test_a_near_miss(name: str) -> None:
-    """A graph stays as written if the results of some tokens cannot be computed from the rows of these tokens
-    alone."""
+    """A graph stays as written if a token's results need rows of other tokens."""
     function, code, named = MISSES[name]
     x, w = torch.randn(32, 16).bfloat16(), torch.randn(4, 16, 16).bfloat16()
     report = report_of(function, x, w, torch.tensor([8, 8, 20, 32]).int(), torch.arange(32).flip(0))
@@ -125,8 +123,7 @@ def _mean(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, places: torch.Te
 
 @pytest.mark.usefixtures("two")
 def test_what_no_looping_op_computes() -> None:
-    """Steps in the graph compute any reduction over a token's experts. The looping op computes a sum, and no other
-    reduction."""
+    """Unrolled steps compute any reduction over a token's experts. The looping op computes only a sum."""
     x, w = torch.randn(32, 16).bfloat16(), torch.randn(4, 16, 16).bfloat16()
     arguments = x, w, torch.tensor([8, 8, 20, 32]).int(), torch.arange(32).flip(0)
     (unrolled,), (looping,) = reports_by_fields(_mean, *arguments, several=[{}, {"step_node_budget": 1}])
@@ -136,7 +133,6 @@ def test_what_no_looping_op_computes() -> None:
 
 
 def test_a_dynamic_number_of_tokens() -> None:
-    """One looping op serves all numbers of tokens."""
     machine = json.dumps({"link_bytes": 6.25e7, "step_seconds": 3e-6, "matmul_flops": {"2": 4e8}})
     arguments = inputs(64)
     for argument in arguments:
@@ -154,8 +150,8 @@ def test_a_dynamic_number_of_tokens() -> None:
 
 
 def test_the_planner_counts_own_rows_and_repeated_reads_of_weights() -> None:
-    """On a slow link, the all-reduce of many tokens is hidden. A layer of few tokens is kept. A layer is also kept if
-    memory is slow, because each block reads all weights again."""
+    """On a slow link, the all-reduce of many tokens is hidden. A layer is kept if it has few tokens, or if memory is
+    slow: each block reads all weights again."""
     slow = {"link_bytes": 6.25e7, "step_seconds": 3e-6, "matmul_flops": {"2": 4e8}}
     reports = {
         name: _report(2, 0, tokens, schedule="auto", machine=json.dumps(machine))
@@ -171,15 +167,15 @@ def test_the_planner_counts_own_rows_and_repeated_reads_of_weights() -> None:
         "slow memory": "kept",
     }
     estimate = reports["many"].sites[0].decision.moving.estimate_us
-    # The planner expects half of the 512 rows to go to this rank's experts. The first grouped matmul has twice the
-    # FLOPs of the second.
+    # The planner expects half of the 512 rows for this rank's experts. The first grouped matmul has twice the FLOPs of
+    # the second.
     assert estimate["matmul"] == pytest.approx(3 * 2 * 256 * 24 * 16 / 4e8 * 1e6, rel=0.01)
 
 
 @pytest.mark.usefixtures("alone")
 def test_each_block_is_sent_before_the_next_one_is_multiplied() -> None:
-    """Each block runs both grouped matmuls. Before them, one kernel gathers the rows of this block only, and does not
-    cast the weights again."""
+    """Each block runs both grouped matmuls. Before them, one kernel gathers only this block's rows, and casts no
+    weights."""
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         return Experts(3, 8)(x.bfloat16(), (x[:, :2].abs() * 100).long() % 8, x[:, 2:4].bfloat16())
@@ -187,6 +183,6 @@ def test_each_block_is_sent_before_the_next_one_is_multiplied() -> None:
     lines = lines_of(layer, (64, 16))
     found = [step for line in lines for mark, step in STEP.items() if mark in line and line.startswith("buf")]
     assert found == ["matmul", "matmul", "send"] * 7 + ["matmul", "matmul", "wait", "send", "wait"]
-    # The kernel before the first grouped matmul of a block reads the tokens and the block's places, mask and order.
+    # The kernel before a block's first grouped matmul reads the tokens and the block's places, mask and order.
     gathers = [line for line in lines if re.match(r"cpp_fused_\w*_grouped_mm_", line) and "arg0_1" in line]
     assert len(gathers) == 8 and all(line.count("buf") == 4 for line in gathers)

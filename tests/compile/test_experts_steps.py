@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ops before the second grouped matmul of a layer of experts run in blocks of tokens, and which run whole, before
-the first block."""
+"""Which ops of a layer of experts run in blocks of tokens, and which run whole before the first block."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def _multiplied(report: OverlapReport) -> int:
 
 @pytest.mark.parametrize(("kind", "matmuls"), [(Experts, 2), (BiasedExperts, 2), (ApartExperts, 3)])
 def test_all_grouped_matmuls_run_in_blocks(kind: type[Experts], matmuls: int) -> None:
-    """They also run in blocks if the site becomes one looping op."""
+    """This also holds if the site becomes one looping op."""
     several = [{"step_node_budget": 10_000}, {"step_node_budget": 1}]
     with fake_group(2), torch.no_grad():
         found = reports_by_fields(kind(0, 2), *inputs(32), several=several, sub_chunks=2)

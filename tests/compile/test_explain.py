@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain`` returns the reports that a compile would give. It runs no kernel, and leaves no report, counters or files
-behind."""
+"""``explain`` returns the reports of a compile. It runs no kernel, and leaves no report, counters or files behind."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def test_graph_breaks_give_a_report_each() -> None:
 
 
 def test_symbolic_sizes_reach_the_code_between_graphs_as_they_are() -> None:
-    """``explain`` gives zeros to the code after a graph break. If the zeros had a wrong shape, this code would fail or
+    """``explain`` gives zeros to the code after a graph break. With zeros of a wrong shape, this code would fail or
     take another branch."""
     shapes = []
 
@@ -91,8 +90,8 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_config() -> None:
-    """``explain`` uses its argument ``config``. Without this argument, it uses the active configuration. It treats mode
-    ``off`` as mode ``report``, because mode ``off`` finds no site."""
+    """Without ``config``, ``explain`` uses the active configuration. It treats mode ``off``, which finds no site, as
+    ``report``."""
     overlap_inductor.explain(lambda x: x @ x, torch.ones(2, 2), config=OverlapConfig(schedule="ring"))
     overlap_inductor.explain(lambda x: x @ x, torch.ones(2, 2), config=OverlapConfig(mode="off"))
     overlap_inductor.enable(sub_chunks=2)

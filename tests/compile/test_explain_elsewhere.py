@@ -40,8 +40,8 @@ def large(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize(("itemsize", "measured"), [(2, (617.0, 382.0))])
 def test_the_estimates_are_near_the_measured_times(itemsize: int, measured: tuple[float, float]) -> None:
-    """The estimates for a matmul of 8192 x 3584 x 8192 and its all-gather, in bf16 on 8 H200s, are near the measured
-    times. ``measured``: microseconds of the matmul and of NCCL's all-gather."""
+    """A matmul of 8192 x 3584 x 8192 and its all-gather, in bf16 on 8 H200s. The estimates are near the measured
+    microseconds."""
     sizes = SiteSizes(2.0 * 8192 * 3584 * 8192, 7 * 1024 * 8192 * itemsize, itemsize, 8, gathers=True)
     matmul, collective = (
         f(sizes, H200.machine) * 1e6 for f in (cost_model.matmul_seconds, cost_model.collective_seconds)
@@ -77,7 +77,7 @@ def test_peers_of_another_machine_are_within_reach(ranks: int, reason: str | Non
 
 
 def test_integer_matmuls_keep_to_the_gpus_limits() -> None:
-    """``_int_mm`` needs more than 16 rows on a GPU. The limit applies to a plan for GPUs, although this process runs on
+    """``_int_mm`` needs more than 16 rows on a GPU. The limit holds for a plan for GPUs, although this process runs on
     a CPU."""
 
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,7 @@ def test_a_failing_pass_does_not_fail_the_compile(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_graph_that_cannot_be_shown_still_has_a_report_of_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failing step may be the one that writes the graph as text. The report of this failure must not fail for the
-    same reason."""
+    """The failing step may be the one that writes the graph as text. The report must not fail for the same reason."""
     monkeypatch.setattr(overlap_pass, "readable", lambda graph: 1 / 0)
     with fake_group(2):
         made = HandGraph()

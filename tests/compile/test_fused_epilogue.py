@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pointwise ops after fused sites: some become an epilogue, and others stay in the graph. The generated code has no
-separate kernel for an epilogue."""
+"""Pointwise ops after fused sites: which become an epilogue. An epilogue has no kernel of its own."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_a_model(name: str, two: None) -> None:
-    """An activation after a linear layer becomes an epilogue. The layer gets a batch of sequences."""
+    """An activation after a linear layer on a batch of sequences becomes an epilogue."""
     function, expected = ACTIVATIONS[name]
     group = torch.distributed.group.WORLD
     ((found,),) = planned(
@@ -89,8 +88,8 @@ def test_gelu_which_takes_longer_on_tiles_is_not_an_epilogue(approximate: str, t
 
 
 def test_silu_alone_and_a_gated_product(two: None) -> None:
-    """A ``silu`` alone becomes an epilogue. The product ``silu(a) * b`` needs the results of two matmuls, so Inductor
-    computes the product. Its kernel also computes the ``silu``, so neither matmul has an epilogue."""
+    """A ``silu`` alone becomes an epilogue. The product ``silu(a) * b`` needs two matmuls, so Inductor's kernel
+    computes it, with the ``silu``."""
     group = torch.distributed.group.WORLD
     x, gate, up = half(ROWS, K), half(N, K), half(N, K)
     (alone,) = planned(
@@ -106,8 +105,8 @@ def test_silu_alone_and_a_gated_product(two: None) -> None:
 
 
 def test_residuals_of_layers(two: None) -> None:
-    """If an all-reduce is added to the residual stream, the sum becomes an epilogue. The kernel stores the sum, because
-    the next norm and the next sum read it."""
+    """An all-reduce is added to the residual stream, and the sum becomes an epilogue. The kernel stores the sum,
+    because the next norm and the next sum read it."""
     group = torch.distributed.group.WORLD
     weights = [half(K, N), half(N, K)]
 
@@ -195,7 +194,7 @@ def test_ops_that_do_not_become_an_epilogue(name: str) -> None:
 
 
 def test_only_the_supported_part_of_a_chain_becomes_the_epilogue() -> None:
-    """A matmul and an unsupported op read the result of the supported part, so the kernel stores that result."""
+    """A matmul and an unsupported op read the supported part's result, so the kernel stores this result."""
     with fake_group(2):
         h = Hand()
         added = h.call(aten.add.Tensor, h.relu(), h.full)
@@ -205,9 +204,8 @@ def test_only_the_supported_part_of_a_chain_becomes_the_epilogue() -> None:
 
 
 def test_one_node_belongs_to_one_site() -> None:
-    """Each of two reductions is followed by a relu, and a sum adds the results. If the relu of the first reduction
-    comes before the second reduction, the sum is part of the second reduction's epilogue. Otherwise neither reduction
-    has an epilogue."""
+    """A sum adds the relus of two reductions. The sum joins the second reduction's epilogue only if the first relu
+    comes before the second reduction."""
     for early in (True, False):
         with fake_group(2):
             h = Hand("scatter")
@@ -234,7 +232,7 @@ def test_extra_tensors_of_all_weights_share_one_limit() -> None:
         results = [g.mm(gathered, g.input(K, N, name=f"w{i}", dtype=BF16)) for i in range(3)]
         made = [g.call(aten.mul.Tensor, result, row) for result, row in zip(results, rows)]
         g.graph.output(tuple(made))
-        # Move the inputs to the start of the graph, so that an epilogue's operands come before the gather.
+        # Move the inputs to the start, so that an epilogue's operands come before the gather.
         first = next(iter(g.graph.nodes))
         for node in reversed([n for n in g.graph.nodes if n.op == "placeholder"][1:]):
             first.append(node)
@@ -260,8 +258,7 @@ def test_the_report_shows_the_epilogue() -> None:
 
 @pytest.mark.parametrize("epilogue", [True, False], ids=["as planned", "without epilogues"])
 def test_the_number_of_kernels_beside_the_op(epilogue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the two ops also computes its epilogue, as Inductor's own matmul templates do. Without epilogues, the
-    result of each op needs one more kernel."""
+    """Each op computes its epilogue. Without epilogues, each result needs one more kernel."""
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
     monkeypatch.setattr(group_ops, "prepare", lambda *arguments: None)
     monkeypatch.setattr(compared_call, "prepare", lambda *arguments: None)
@@ -287,7 +284,7 @@ def after(h: Hand, *outputs: fx.Node) -> str:
 
 
 def test_gather_golden() -> None:
-    """The activation is no longer in the graph, and the graph's output is a view of the op's result."""
+    """The activation is gone from the graph. The output is a view of the op's result."""
     with fake_group(2):
         h = Hand()
         check_golden(after(h, h.relu(h.g.view(h.result, 2, ROWS, N))), "fused_epilogue/gather.txt")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls beside matmuls, as one op of schedule ``fused``: the graphs, what is refused, and when ``auto`` chooses
-the schedule."""
+"""All-to-alls beside matmuls, as one op of schedule ``fused``: graphs, refusals and the choice of ``auto``."""
 
 from __future__ import annotations
 
@@ -60,8 +59,8 @@ def test_one_text_on_all_ranks(name: str) -> None:
 
 
 def test_a_ulysses_block() -> None:
-    """Each exchange and its matmul become one kernel, forward and backward. In the backward of q, k and v, the matmul
-    of the weight's gradient also reads what arrives. This second matmul runs after the kernel."""
+    """Each exchange and its matmul become one kernel. In the backward of q, k and v, the matmul of the weight's
+    gradient also reads what arrives. This matmul runs after the kernel."""
     with fake_group(2, 1):
         block = UlyssesAttention(256, 4, dist.group.WORLD).bfloat16()
         forward, backward = reports_of(block, torch.randn(2, 24, 256).bfloat16().requires_grad_(), schedule="fused")
@@ -79,15 +78,15 @@ def _tiles_in(made: HandGraph) -> int:
 
 
 def test_slices_do_not_depend_on_a_ranks_own_columns() -> None:
-    """Ranks may multiply what they receive by weights of different widths. But all ranks must send the same number of
-    slices. So the plan holds this number, computed from rounded sizes."""
+    """Ranks may have weights of different widths, but must send equally many slices. So the plan holds their number,
+    computed from rounded sizes."""
     with fake_group(2):
         assert _tiles_in(graphs.received_rows(columns=2040)) == _tiles_in(graphs.received_rows(columns=2048))
 
 
 @pytest.mark.parametrize("make", [graphs.sent_rows, graphs.received_rows])
 def test_what_follows_stays_in_the_graph(make: Callable[..., HandGraph]) -> None:
-    """The kernels have no epilogue for an all-to-all, so a pointwise op after the site stays in the graph."""
+    """The kernels have no epilogue for an all-to-all, so a pointwise op stays in the graph."""
     with fake_group(2):
         made = HandGraph()
         x, w = operand(made, 48, 16, "x"), operand(made, 16, 40)
@@ -127,8 +126,8 @@ def test_refused_with_a_reason(name: str) -> None:
 
 
 def test_a_transport_that_the_kernel_cannot_use() -> None:
-    """In ``matmul_all_to_all``, the kernel itself stores its tiles in the peers' memory, so it cannot use copy engines.
-    In ``all_to_all_matmul``, copy engines may bring the rows that the kernel multiplies."""
+    """In ``matmul_all_to_all``, the kernel stores its tiles in the peers' memory, so it cannot use copy engines. In
+    ``all_to_all_matmul``, copy engines may bring the rows."""
     with fake_group(2):
         (sent,) = graphs.sent_rows().run(schedule="fused", transport="copy_engine").sites
         (received,) = graphs.received_rows().run(schedule="fused", transport="copy_engine").sites
@@ -138,7 +137,7 @@ def test_a_transport_that_the_kernel_cannot_use() -> None:
 
 @pytest.mark.parametrize("pattern", ["matmul_all_to_all", "all_to_all_matmul"])
 def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
-    """The op is planned for all token counts up to ``max_tokens``. For larger counts, the plain collective runs."""
+    """The op is planned for up to ``max_tokens``. For larger counts, it runs the plain collective."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     with fake_group(2):
         made = HandGraph()
@@ -152,7 +151,7 @@ def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch, pattern: st
 
 
 def test_an_empty_slice_is_planned_and_written() -> None:
-    """The slice has no rows, so the op runs the plain collective, which moves nothing."""
+    """The slice has no rows, so the op runs the plain collective."""
     with fake_group(2):
         report = graphs.sent_rows(rows=0).run(schedule="fused")
     assert "fused_matmul_all_to_all" in report.after, report.notices
@@ -160,8 +159,8 @@ def test_an_empty_slice_is_planned_and_written() -> None:
 
 @pytest.mark.parametrize("make", [graphs.sent_rows, graphs.received_rows])
 def test_estimate(monkeypatch: pytest.MonkeyPatch, make: Callable[..., HandGraph]) -> None:
-    """The estimate counts the copy out of the workspace. The kernel is chosen only if it is estimated to be more than
-    25 % faster than the plain graph. The margin is so large because all-to-alls were not measured on 8 ranks."""
+    """The estimate counts the copy out of the workspace. By estimate, the kernel must be more than 25 % faster than the
+    plain graph: all-to-alls were not measured on 8 ranks."""
     machine = machine_for("cuda")
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine)
     plain, plans = FusedSchedule.where_it_pays, []
@@ -173,11 +172,11 @@ def test_estimate(monkeypatch: pytest.MonkeyPatch, make: Callable[..., HandGraph
                 estimate = site.decision.plan[0].estimate_us
                 assert plans[-1] is None or estimate["fused"] * MARGIN_UNMEASURED < estimate["keep"], (rows, inner)
                 wire, matmul = estimate["collective"] - machine.collective_seconds * 1e6, estimate["matmul"]
-                # (Another node also reads the received rows, so they are copied for this node.)
+                # Another node also reads the received rows, so they are copied for this node.
                 copied = 7 * rows * 8192 if make is graphs.sent_rows else 8 * rows * inner
                 copy = 2 * copied * 2 / machine.memory_bytes * 1e6
                 fixed = (cost.COST.leg_seconds + 7 * cost.COST.leg_peer_seconds) * 1e6
                 expected = max(wire, matmul) + cost.COST.exposed[1] * min(wire, matmul) + copy + fixed
                 assert estimate["fused"] == pytest.approx(expected, abs=0.3)
-    # (In the graph of ``received_rows``, the copy for the other node costs more time than the kernel hides.)
+    # In the graph of ``received_rows``, this copy costs more than the kernel hides.
     assert {plan is None for plan in plans} == ({True, False} if make is graphs.sent_rows else {True})

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites of schedule ``fused`` in the graph: which sites are refused, and which graph the rewrite makes of the others.
-Some tests also run ``chunked`` or the ring."""
+"""Sites of schedule ``fused`` in the graph: refusals and rewritten graphs. Some tests also run other schedules."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ def test_ranks_have_one_text(kind: str, world_size: int) -> None:
 @pytest.mark.parametrize("schedule", ["ring", "fused", "chunked"])
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_a_second_wait_is_erased_with_the_site(kind: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``wait_tensor(all_gather_tensor(x))`` waits twice, because the functional collective has waited already. If the
-    first wait stayed in the graph, the collective would stay too, and the rewrite would fail."""
+    """``wait_tensor(all_gather_tensor(x))`` waits twice. If the first wait stayed in the graph, the collective would
+    stay too, and the rewrite would fail."""
     wait = HandGraph.wait
     monkeypatch.setattr(HandGraph, "wait", lambda made, x: wait(made, wait(made, x)))
     with fake_group(8, 0):
@@ -147,8 +146,8 @@ def test_a_token_count_that_is_dynamic_only_for_the_op_stays_dynamic(schedule: s
 
 
 def test_dynamic_tokens_that_are_columns_are_refused() -> None:
-    """``fused`` supports dynamic sizes only for the rows of the left operand. In the transposed product, the tokens are
-    columns of the right operand."""
+    """``fused`` supports dynamic sizes only for the left operand's rows. In the transposed product, tokens are columns
+    of the right operand."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(48, 16, name="x", dtype=BF16, dynamic=[0])
@@ -163,7 +162,7 @@ def golden(made: HandGraph) -> str:
 
 
 def test_gather_golden() -> None:
-    """The rewritten graph has no collective. It does not hold the gathered tensor either, because no node reads it."""
+    """The graph has no collective and no gathered tensor."""
     with fake_group(2):
         check_golden(golden(gather_site()), "fused_graph/gather.txt")
 

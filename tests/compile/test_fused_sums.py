@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When Inductor autotunes, it may write a sum of two matmuls as one node. The pass takes this node apart into two
-matmuls and a sum. If the sum is not overlapped, the pass fuses it again."""
+"""Autotuning may write a sum of two matmuls as one node. The pass splits it. If the sum is not overlapped, the pass
+fuses it again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_product_is_multiplied_in_pieces(name: str) -> None:
     (site,) = found.sites
     assert site.decision.status == "overlapped" and len(site.facts.matmuls) == count and not found.near_misses
     assert "mm_plus_mm" not in found.after and "_c10d_functional" not in found.after
-    # (There is a matmul for each rank's slice.)
+    # There is a matmul for each rank's slice.
     assert len(re.findall(r"= aten\.(?:add)?mm\.default", found.after)) >= 2 * count
 
 
@@ -61,8 +61,7 @@ def test_a_sum_that_is_kept_stays_one_kernel(fields: dict[str, object]) -> None:
 
 
 def test_a_rewrite_that_fails_leaves_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph is restored from a copy, which has nodes of its own. In the copy, too, the sum must be one kernel
-    again."""
+    """The graph is restored from a copy with nodes of its own. There, too, the sum must be one kernel."""
 
     def fail(self: object, chosen: object) -> None:
         raise RuntimeError("on purpose")
@@ -109,8 +108,7 @@ def test_it_compiles_and_runs_as_kept() -> None:
 
 
 def test_a_sum_that_cannot_be_taken_apart_leaves_the_graph_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two sums cannot be split. Then the first sum, which was split already, is fused into one kernel
-    again."""
+    """If the second of two sums cannot be split, the first sum is fused again."""
     computed: list[object] = []
     plain = fused_sums.computed
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups and their all-to-all, written as one op of schedule ``fused``: the graphs, what is refused, and what the
-planner chooses."""
+"""Lookups and their all-to-all as one op of schedule ``fused``: graphs, refusals and the planner's choice."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def _trained(kind: str, joined: str, tables: int = 3, schedule: str = "fused") -
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_golden_graphs_and_what_ranks_compare(rank: int) -> None:
-    """Site, decision and graphs are those of the golden file, on every rank. Ranks compare how they send."""
+    """Site, decision and graphs are those of the golden file. Ranks compare how they send."""
     with fake_group(2, rank):
         forward, _ = _trained("sum", "cat")
     (step,) = json.loads(forward.exchange)["steps"]
@@ -60,8 +59,14 @@ def test_golden_graphs_and_what_ranks_compare(rank: int) -> None:
     ],
 )
 def test_what_the_op_is_told(kind: str, joined: str, written: str) -> None:
-    """The op is told the mode, the order of the rows in a slot, and whether the backward graph reads the lookups' other
-    results. The forward graph no longer holds the lookups. The backward graph's exchange stays as written."""
+    """The op gets:
+
+    - the mode,
+    - the order of the rows in a slot,
+    - whether the backward reads other results of the lookups.
+
+    The forward graph no longer holds the lookups. The backward's exchange stays as written.
+    """
     with fake_group(2):
         forward, backward = _trained(kind, joined)
     assert [s.decision.status for s in forward.sites] == ["overlapped"]
@@ -111,8 +116,8 @@ def test_what_the_kernel_cannot_compute_has_a_reason() -> None:
         return exchange(torch.cat([one, other], 1)), one.sin()
 
     def two_widths(i: torch.Tensor) -> torch.Tensor:
-        """Each sample reads one row of 8 numbers from one table, and two rows of 4 numbers from the other table. So
-        both results have the same shape."""
+        """Each sample reads one row of 8 numbers from one table, and two rows of 4 from another. So both results have
+        the same shape."""
         whole = F.embedding(i[:, 0], torch.ones(7, 8))
         return exchange(torch.cat([whole, F.embedding(i[:, :2], w).flatten(1)], 1))
 
@@ -124,8 +129,7 @@ def test_what_the_kernel_cannot_compute_has_a_reason() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_padding_samples_and_short_indices_are_computed() -> None:
-    """The op gets the padding index, the weights of the samples and int32 indices, because its kernel supports all
-    three."""
+    """The kernel supports a padding index, weights of samples and int32 indices."""
     w, v, i = torch.randn(7, 4), torch.randn(9, 4), _indices(torch.int32)
 
     def weighted(indices: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
@@ -138,8 +142,8 @@ def test_padding_samples_and_short_indices_are_computed() -> None:
 
 
 def test_bags_of_dynamic_lengths() -> None:
-    """A site whose number of indices is known only at run time is overlapped. A site whose batch size is known only at
-    run time is refused."""
+    """The number of indices may be known only at run time. If the batch size is known only at run time, the site is
+    refused."""
     with fake_group(2), torch.no_grad():
         model = DLRM(2, 50, 4, 5)
         batch = batch_of(model, 4, 3, torch.Generator().manual_seed(1))
@@ -158,7 +162,7 @@ def test_bags_of_dynamic_lengths() -> None:
 
 
 def _chosen(longest: int, mine: int) -> tuple[str, dict[str, float]]:
-    """The schedule that the planner chooses for bags of up to ``longest`` rows, and its estimates."""
+    """The chosen schedule for bags of up to ``longest`` rows, and its estimates."""
     torch._dynamo.reset()
     with fake_group(8), torch.no_grad():
         model = DLRM(8, 64, 64, 5)
@@ -174,8 +178,8 @@ def test_the_planner_keeps_large_bags_of_a_large_batch(monkeypatch: pytest.Monke
 
 
 def test_the_planner_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel runs lookups and exchange at the same time, and saves launches. It does not pay if the lookups take
-    much longer than the exchange and the launches, because it then saves little."""
+    """The kernel runs lookups and exchange at once, and saves launches. It does not pay if the lookups take much longer
+    than the exchange."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     schedule, estimate = _chosen(8, 16384)

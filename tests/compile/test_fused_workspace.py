@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("reachable")
 
 def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[int]]]:
     agree = next(n for n in made.graph.nodes if n.target is torch.ops.overlap_inductor.agree.default)
-    # The plan that ranks compare does not list bytes by group, because a group may have another name on another rank.
+    # The compared plan does not list bytes by group, because a group's name may differ between ranks.
     assert set(json.loads(agree.args[1])) == {
         "overlap_inductor",
         "mode",
@@ -43,9 +43,12 @@ def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[
 
 
 def test_the_plan_requests_workspace() -> None:
-    """Bytes: a gather needs the gathered tensor. A scatter needs one shard for each source rank, rounded up to tiles of
-    128 rows. Signals: a scatter needs one for each band, and a gather needs one for each slice of a band. An all-reduce
-    needs twice the bytes and signals of a scatter."""
+    """Workspace of each pattern:
+
+    - gather: the gathered tensor, and a signal for each slice of a band;
+    - scatter: one shard for each source rank, rounded up to tiles of 128 rows, and a signal for each band;
+    - all-reduce: twice the bytes and signals of a scatter.
+    """
     for site, numbers in (
         (gather_site, [48 * 16 * 2, 4]),
         (scatter_site, [256 * 40 * 2, 1]),
@@ -83,8 +86,8 @@ def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeyp
     with fake_group(2):
         (site,) = dynamic_site(8192).run(schedule="auto", patterns=("matmul_all_reduce",), max_tokens=9000).sites
         (small,) = dynamic_site(16).run(schedule="auto", max_tokens=9000).sites
-    # Whatever the token count of the example inputs, the plan names the same schedules in the same order. (An example
-    # of 16 rows does not even fill one row of tiles.)
+    # The schedules and their order do not depend on the example's token count. 16 rows do not even fill one row of
+    # tiles.
     assert (
         [p.schedule for p in site.decision.plan]
         == ["small_message", "keep", "fused", "keep"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code that Inductor generates for a ring's steps: the order of the steps, the ops that are fused into a piece, and
-the life of buffers. No buffer may be freed or reused while a transfer uses it."""
+"""The code that Inductor generates for a ring's steps: their order, the ops fused into a piece, and the life of
+buffers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def world() -> Any:
 
 
 def test_bias_and_activation_are_fused_into_each_chunk() -> None:
-    """Each piece has one matmul (with its bias) and one pointwise kernel, which run under the next hop. The pointwise
-    kernels write directly into the result, so no kernel has to join the pieces at the end."""
+    """Each piece has one matmul with its bias and one pointwise kernel. The pointwise kernels write directly into the
+    result."""
     lines = lines_of(
         lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w)) * 2, (16, 32), (32, 24), (24,)
     )
@@ -43,8 +43,7 @@ def test_bias_and_activation_are_fused_into_each_chunk() -> None:
 
 
 def test_gated_mlp_in_chunks() -> None:
-    """``silu(gate) * up`` needs both matmuls of a piece. The function also returns the results of both matmuls, like a
-    forward graph whose backward needs them. The pieces are written directly into all three results."""
+    """``silu(gate) * up`` needs both matmuls of a piece. The pieces are written directly into all three results."""
 
     def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = all_gather(x, 0, world())
@@ -58,22 +57,20 @@ def test_gated_mlp_in_chunks() -> None:
 
 
 def test_an_op_that_is_fused_elsewhere_stays_there() -> None:
-    """A scale before a softmax costs nothing in the softmax's kernel. If the scale were computed on each
-    piece, the whole tensor would be read and written once more."""
+    """A scale before a softmax costs nothing in the softmax's kernel. Computed on each piece, the scale would be one
+    more pass over the tensor."""
     lines = lines_of(lambda x, w: torch.softmax(all_gather(x, 0, world()) @ w * 2, 1), (16, 32), (32, 24))
     assert events(lines) == ["start", "mm", *["step", "mm"] * (WORLD_SIZE - 1), "pointwise"]
 
 
 def test_order_of_a_reduction() -> None:
-    """Each partial sum is sent before the next one is computed. The rank's own partial sum is computed last, and only
-    the addition follows."""
+    """Each partial sum is sent before the next one is computed. The rank's own partial sum is computed last."""
     lines = lines_of(lambda x, w: reduce_scatter(x @ w, "sum", 0, world()), (128, 32), (32, 24))
     assert events(lines) == ["start", *["mm", "send"] * (WORLD_SIZE - 1), "mm", "wait", "pointwise"]
 
 
 def test_cast_before_a_reduction_is_fused_into_each_chunk() -> None:
-    """Ops between a matmul and its reduction are computed on each partial sum before it is sent, not on the whole
-    matrix."""
+    """Ops before a reduction are computed on each partial sum, not on the whole matrix."""
     lines = lines_of(lambda x, w: reduce_scatter((x @ w).relu().bfloat16(), "sum", 0, world()), (128, 32), (32, 24))
     assert events(lines) == [
         "start",
@@ -95,9 +92,8 @@ def test_chunks_are_read_in_place() -> None:
 
 @pytest.mark.parametrize("reduces", [False, True], ids=["gather", "reduction"])
 def test_a_kept_collective_stays_behind_the_steps(reduces: bool) -> None:
-    """All ranks must call the steps and the kept collective in one order. An edge keeps this order. The edge
-    must not begin at a result that no node reads. Inductor removes such a result together with its edges, and may then
-    move the collective before the steps."""
+    """All ranks must call the steps and the kept collective in one order, which an edge keeps. The edge must not begin
+    at a result that no node reads: Inductor removes such a result with its edges."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = reduce_scatter(x @ w, "sum", 0, world()) if reduces else all_gather(x, 0, world()) @ w
@@ -111,8 +107,7 @@ def test_a_kept_collective_stays_behind_the_steps(reduces: bool) -> None:
 
 
 def test_max_autotune_applies_to_the_chunks() -> None:
-    """The user's option ``max_autotune`` also applies to the pieces' matmuls. Autotuning must not change the order of
-    the steps."""
+    """Autotuning must not change the order of the steps."""
     fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, world()), w))  # noqa: E731
     lines = lines_of(
         fn, (16, 32), (32, 24), (24,), options={"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
@@ -121,8 +116,7 @@ def test_max_autotune_applies_to_the_chunks() -> None:
 
 
 def branches(collective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A function that does other work, of the same sizes, beside the site. The allocator could reuse the buffers of
-    this work, and the scheduler could move its kernels."""
+    """A function with other work of equal sizes beside the site. The allocator could reuse this work's buffers."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         early = torch.sin(z @ v)
@@ -157,8 +151,7 @@ def branches(collective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -
     ],
 )
 def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Tensor], numerics: str) -> None:
-    """No buffer may be freed or reused while a transfer uses it. Otherwise, results would be wrong from time to
-    time."""
+    """No buffer may be freed or reused while a transfer uses it."""
     sub_chunks = 2
     lines = lines_of(
         branches(collective), (64, 32), (32, 24), (64, 32), (32, 24), sub_chunks=sub_chunks, numerics=numerics
@@ -174,7 +167,7 @@ def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Te
         if match := re.search(r"(\w+) = torch\.ops\.overlap_inductor\.(?:gather|exchange)_start", line):
             in_flight[match[1]] = {}
         elif (match := re.match(r"(buf\d+) = (buf\d+)$", line)) and match[2] in in_flight:
-            # Later lines use the new name for the op's result. The first name is deleted at once.
+            # Later lines use the new name. The first name is deleted at once.
             in_flight[match[1]] = in_flight.pop(match[2])
         elif match := re.search(r"exchange_send\.default\(buf\d+, (buf\d+), (.*?), \[[\d, ]*\], (\d+), '(\w+)'", line):
             # A broadcast copies the piece into its place in the buffer, and sends from there.
@@ -190,7 +183,7 @@ def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Te
         ):
             for hop in match[2].split(","):
                 in_flight[match[1]].pop(int(hop))
-            # (A travelling accumulator is received before it is sent on, so nothing is in flight between its hops.)
+            # A travelling accumulator is received before it is sent on, so nothing is in flight between its hops.
             last = (1 if match[3] == "broadcast" else WORLD_SIZE - 1) * sub_chunks - 1
             if not in_flight[match[1]] and int(hop) == last:
                 in_flight.pop(match[1])
@@ -198,9 +191,8 @@ def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Te
 
 
 def test_the_scheduler_traces_no_kernel_again_for_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a graph with the rank's symbol, Inductor asks each pointwise kernel for the symbols that the kernel reads. The
-    hook answers with what the scheduler has noted. This answer must have the same symbols as a new trace of the
-    kernel."""
+    """In a graph with the rank's symbol, Inductor asks each pointwise kernel for the symbols that it reads. The hook
+    answers from the scheduler's notes. The answer must have the symbols of a new trace."""
     install_hooks()
     ours = ComputedBuffer.get_read_writes
     used: dict[str, set[str]] = {}

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the report and the graphs of every spelling and structure with golden files, and between ranks.
 
-The files in ``golden/spellings`` are for the torch version below. For groups of two ranks, they hold reports and
-graphs. For larger groups, they hold reports only, except for spellings A and G, whose graphs they always hold. On every
-torch version, the text must be the same on the first and the last rank. ``make test`` makes the texts for groups of 2
-and 8 ranks, and those of spellings A and G for groups of every size. ``make test-thorough`` makes the others.
+The golden files are for one torch version. They hold graphs for 2 ranks, and for spellings A and G at every size. For
+other sizes, they hold reports only. On every torch version, the first and the last rank must have one text.
+
+``make test`` makes the texts for 2 and 8 ranks, and those of spellings A and G for every size. ``make test-thorough``
+makes the others.
 """
 
 from __future__ import annotations
@@ -34,21 +35,20 @@ from tests.support.structures import STRUCTURES
 
 TORCH = "2.13"
 ENDS = {2: (0, 1), 8: (0, 7)}
-"""``{number of ranks: its first and last rank}``. Their texts must be equal. A golden file is only written if they are.
-So when golden files are compared, ``make test`` makes the texts of the first of 2 ranks and of the last of 8."""
+"""``{number of ranks: its first and last rank}``. A golden file is only written if the texts of these ranks are equal.
+So ``make test`` compares only two texts: of the first of 2 ranks, and of the last of 8."""
 MIDDLES = {3: (1,), 64: (40,)}
 """``{number of ranks: one rank in the middle}``. Its text is only compared with the golden file."""
 OF_SITES = {**SPELLINGS, **exchange_spellings.SPELLINGS}
 SITES = {f"spelling {k}": v[2] for k, v in OF_SITES.items()}
-"""``{spelling: pattern, dim and roles}`` of each spelling in ``tests.support`` of a gather, a scatter, an all-reduce or
-an all-to-all that becomes one site."""
+"""``{spelling: pattern, dim and roles}`` of each spelling that becomes one site."""
 GRAPHS: dict[str, tuple[Function, tuple[Make, ...]]] = {
     **{f"spelling {k}": v[:2] for k, v in OF_SITES.items()},
     **{f"spelling {k}": v for k, v in KEPT.items()},
     **STRUCTURES,
 }
 WITHOUT_OVERLAP_TOO = {"spelling D of unbacked sizes on dim 1": "2.12"}
-"""``{graph: torch version}``. That torch version cannot trace the graph, even without overlap."""
+"""``{graph: torch version}`` that cannot trace the graph, even without overlap."""
 WHOLE = {"spelling A", "spelling G"}
 """Graphs whose golden files hold the graph for groups of every size."""
 
@@ -102,7 +102,7 @@ def check_sizes(name: str, sizes: dict[int, tuple[int, ...]], every_rank: bool =
 
     Args:
         sizes: ``{number of ranks: ranks whose texts are made}``
-        every_rank: also make the texts that ``ENDS`` says ``make test`` leaves out.
+        every_rank: also make the texts that ``make test`` leaves out (``ENDS``).
     """
     if (broken := WITHOUT_OVERLAP_TOO.get(name)) and torch.__version__.startswith(broken):
         pytest.skip(f"torch {broken} fails to trace it for backend eager, too")
@@ -127,8 +127,7 @@ def check_sizes(name: str, sizes: dict[int, tuple[int, ...]], every_rank: bool =
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_golden(name: str) -> None:
-    """Catches any change of the sites, decisions, graphs and reports. On every torch version, each spelling of a site
-    is found as that site (``check_spelling``)."""
+    """Any change of the sites, decisions, graphs and reports fails this test."""
     check_sizes(name, {**ENDS, **MIDDLES} if name in WHOLE else ENDS)
 
 
@@ -147,7 +146,7 @@ def test_golden_of_the_first_and_the_last_rank(name: str) -> None:
 
 
 def test_no_golden_file_is_left_over() -> None:
-    """Catches a golden file whose graph was renamed or dropped, or that no test names."""
+    """Each golden file belongs to a graph, or a test names it."""
     files = {str(f.relative_to(FOLDER)) for f in FOLDER.rglob("*.txt")}
     graphs = {file_of(name) for name in GRAPHS} | {sequence_blocks.file_of(name) for name in sequence_blocks.BLOCKS}
     sources = "".join(f.read_text() for f in FOLDER.parent.rglob("test_*.py"))

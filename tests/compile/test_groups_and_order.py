@@ -22,8 +22,8 @@ from tests.support.spellings import world
 
 
 def test_other_groups_are_left_alone_and_in_order() -> None:
-    """On a 2-D mesh, the site of the tensor-parallel group is overlapped. The data-parallel collectives keep their
-    number, group and order."""
+    """On a 2-D mesh, the tensor-parallel site is overlapped. The data-parallel collectives keep number, group and
+    order."""
     with fake_group(8, 3), torch.no_grad():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
@@ -49,7 +49,7 @@ def test_other_groups_are_left_alone_and_in_order() -> None:
 
 
 def test_ranks_of_a_sub_group_of_a_mesh_have_one_text() -> None:
-    """The first and the last rank of a sub-group must have the same graph. Graphs of two sub-groups may differ."""
+    """The first and the last rank of a sub-group have one graph. Two sub-groups may differ."""
     texts: dict[int, set[str]] = {0: set(), 1: set()}
     for rank in (0, 3, 4, 7):
         with fake_group(8, rank), torch.no_grad():
@@ -63,8 +63,8 @@ def test_ranks_of_a_sub_group_of_a_mesh_have_one_text() -> None:
 
 
 def test_kept_collectives_of_the_group_are_chained() -> None:
-    """Inductor's scheduler must not move a kept collective across the ring's steps, because all ranks must call them in
-    one order."""
+    """Inductor must not move a kept collective across the ring's steps, because all ranks must call them in one
+    order."""
     with fake_group(2):
         made = HandGraph()
         x, w, g, h = made.input(4, 16), made.input(16, 8, name="w"), made.input(3, name="g"), made.input(3, name="h")
@@ -82,8 +82,8 @@ def test_kept_collectives_of_the_group_are_chained() -> None:
 
 
 def test_a_kept_collective_after_a_looping_op() -> None:
-    """A looping op returns several values. The kept collective needs an edge from one of these values. Without the
-    edge, some rank could run the collective before the looping op."""
+    """The kept collective needs an edge from one of the looping op's results. Without the edge, a rank could run the
+    collective first."""
     with fake_group(1024):
         made = HandGraph()
         y = made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w"))
@@ -94,8 +94,7 @@ def test_a_kept_collective_after_a_looping_op() -> None:
 
 
 def test_every_group_agrees_before_any_data_moves() -> None:
-    """One graph uses two groups. Both groups compare their plans before any op moves data. Otherwise the second group
-    could find a difference when the first group has already begun to move data."""
+    """Otherwise the second group could find a difference after the first group has begun to move data."""
     with fake_group(8, 3), torch.no_grad():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
@@ -108,7 +107,7 @@ def test_every_group_agrees_before_any_data_moves() -> None:
 
 
 def test_sites_of_one_group_share_one_chain() -> None:
-    """There is one agreement for each group and graph, and one order of all ops that communicate."""
+    """Each group of a graph agrees once, and has one order of all ops that communicate."""
     report = traced(
         lambda x, w, v: reduce_scatter((all_gather(x, 0, world()) @ w).relu() @ v, "sum", 0, world()),
         (4, 16),
@@ -128,8 +127,7 @@ def test_sites_of_one_group_share_one_chain() -> None:
 
 
 def test_ids_differ_and_stay() -> None:
-    """Readers match reports, traces and graphs by the site's id. Two equal layers must have different ids, and an id
-    must not change from run to run."""
+    """Equal layers must have different ids, and an id must not change from run to run."""
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return all_reduce(all_reduce(x @ w, "sum", world()).relu() @ w, "sum", world())

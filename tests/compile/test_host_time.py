@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On GPUs, ``schedule=auto`` overlaps a graph of several collectives only if the GPU needs at least twice as
-long as the host."""
+"""On GPUs, ``auto`` overlaps a graph of several collectives only if the GPU needs at least twice the host's time."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ def test_a_forced_schedule_and_a_stated_host_time_are_obeyed() -> None:
 
 
 def test_a_matmul_with_another_dtype_of_its_result() -> None:
-    """PyTorch's own formula raises for it. The graph is host-bound as without it."""
+    """PyTorch's FLOP formula raises for this matmul. The graph must still be host-bound."""
     graph = HandGraph()
     x = through(graph, graph.input(1024, 8192, dtype=BF16), 2)
     a, b = graph.input(4, 128, 64, dtype=BF16, name="a"), graph.input(4, 64, 128, dtype=BF16, name="b")
@@ -95,8 +94,8 @@ def test_a_matmul_with_another_dtype_of_its_result() -> None:
 
 
 def joint(forward: int, backward: int) -> list[bool]:
-    """For each collective of a joint graph with two layers in each direction: whether the host limits it. The numbers
-    are the tokens of the layers."""
+    """For each collective of a joint graph with two layers per direction: whether the host limits it. The arguments are
+    token counts."""
     graph = HandGraph()
     ahead = through(graph, graph.input(forward, 8192, dtype=BF16), 2)
     back = through(graph, graph.input(backward, 8192, dtype=BF16, name="tangents_1"), 2)
@@ -106,15 +105,14 @@ def joint(forward: int, backward: int) -> list[bool]:
 
 
 def test_the_two_directions_of_a_joint_graph_are_launched_one_by_one() -> None:
-    """The estimates of the sequence-parallel rewrite plan a joint graph. It must be planned as the forward and the
-    backward graph will be."""
+    """A joint graph must be planned as its forward and its backward graph will be."""
     assert joint(1024, 8192) == [True, True, False, False]
     assert joint(8192, 1024) == [False, False, True, True]
 
 
 def test_each_collective_has_the_links_of_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first all-reduce is of a group with fast links. The second is of a group without peer access, and takes 50
-    times as long as the GPU's other work."""
+    """The first all-reduce has fast links. The second has no peer access, and takes 50 times as long as the GPU's other
+    work."""
     slow = dataclasses.replace(machine_for(WITHOUT_PEERS), link_bytes=1e9)
     real, calls = site_sizes.machine_at, list[str]()
 

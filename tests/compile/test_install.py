@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switching overlap on and off. The pass runs once in each forward and inference graph that is compiled while overlap
-is on, unless other code has replaced the pass. A backward follows its forward. Passes of other authors run beside
-ours."""
+"""Switching overlap on and off.
+
+While overlap is on, the pass runs once in each forward and inference graph, unless other code has replaced it. A
+backward follows its forward. Passes of other authors run beside ours.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def empty_slot() -> Any:
 
 
 class UserPass(custom_graph_pass.CustomGraphPass):
-    """Another author's pass. Each time it runs, it records how often our pass has run so far."""
+    """Another author's pass. It records how often our pass has run before it."""
 
     def __init__(self) -> None:
         self.ours_before: list[int] = []
@@ -61,7 +63,7 @@ class UserPass(custom_graph_pass.CustomGraphPass):
 
 
 def training() -> torch.Tensor:
-    """Run a forward. A call of ``.backward()`` on the result then compiles the backward graph."""
+    """Run a forward. ``.backward()`` on the result compiles the backward graph."""
     weight = torch.ones(2, 2, requires_grad=True)
     return torch.compile(lambda x: x @ weight @ weight)(torch.ones(2, 2)).sum()
 
@@ -143,7 +145,7 @@ def said_by(caplog: pytest.LogCaptureFixture, switch: Callable[[], Any]) -> list
 
 
 def test_enable_names_functions_that_are_already_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    """Without the warning, the user would not notice that such a function keeps running without overlap."""
+    """Such a function keeps running without overlap, so the user must be warned."""
     compiled = torch.compile(compiled_here)
     compiled(torch.ones(2, 2))
     (text,) = said_by(caplog, lambda: overlap_inductor.enable(schedule="ring"))
@@ -280,8 +282,8 @@ def test_there_is_no_warning_if_the_pass_ran(caplog: pytest.LogCaptureFixture) -
 
 
 def test_installed_twice_runs_once_a_graph() -> None:
-    """Both enable() and the backend may install our pass, or another author's pass may call our pass twice. In either
-    case, our pass runs once."""
+    """Both enable() and the backend may install our pass, or another pass may call our pass twice. In either case, our
+    pass must run once."""
     overlap_inductor.enable()
     torch.compile(lambda x: x @ x, backend=backend)(torch.ones(2, 2))
     assert len(calls) == 1
@@ -307,7 +309,7 @@ def test_the_pass_runs_inside_an_overlap_block_only() -> None:
 
 
 def test_backward_after_the_block_follows_its_forward() -> None:
-    """The backward is compiled when it first runs. By then, the block and its configuration have ended."""
+    """The backward is compiled when it first runs, after the block has ended."""
     with overlap_inductor.overlap(schedule="ring"):
         loss = training()
     loss.backward()
@@ -342,8 +344,7 @@ def test_backward_stays_without_overlap_if_another_pass_replaced_ours_in_the_for
 
 
 def test_backward_of_a_forward_without_operations() -> None:
-    """Inductor compiles nothing for such a forward, so the pass cannot have seen it. The backward is still
-    overlapped."""
+    """Inductor compiles nothing for this forward, so the pass cannot have seen it. The backward is still overlapped."""
 
     class Double(torch.autograd.Function):
         @staticmethod
@@ -361,8 +362,7 @@ def test_backward_of_a_forward_without_operations() -> None:
 
 
 def test_backward_on_another_thread_follows_its_forward() -> None:
-    """The autograd engine runs CUDA backwards on its own thread, which does not see the configuration of the forward's
-    thread."""
+    """The autograd engine runs CUDA backwards on its own thread, without the configuration of the forward's thread."""
     with overlap_inductor.overlap(schedule="ring"):
         loss = training()
     in_thread(loss.backward)

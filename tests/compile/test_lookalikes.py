@@ -45,8 +45,8 @@ def scales(row_wise: bool, rows: int, columns: int) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize("row_wise", [False, True])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_spelling_f_fp8_gathered_as_bytes(row_wise: bool, dim: int) -> None:
-    """fp8 is gathered as uint8. Neither the views of the bits nor row-wise scales may hide the site, and the scales
-    must be cut with the rows."""
+    """fp8 is gathered as uint8. Neither views of the bits nor row-wise scales may hide the site. The scales must be cut
+    with the rows."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return scaled(as_bytes(x, dim).flatten(0, 1), w, a, b)
@@ -74,8 +74,7 @@ def test_fp8_before_a_scatter(row_wise: bool) -> None:
 
 
 def sliced(spans: Sequence[tuple[int, int]], dim: int = 1) -> HandGraph:
-    """A graph that gathers shards ``[2, 4, 16]``, concatenates row ranges of the gathered tensor and multiplies the
-    result."""
+    """A graph that concatenates row ranges of gathered shards ``[2, 4, 16]`` and multiplies the result."""
     made = HandGraph()
     x, w = made.input(2, 4, 16), made.input(16, 8, name="w")
     gathered = made.gather(x)
@@ -103,7 +102,7 @@ NOT_PLAIN = {
 
 @pytest.mark.parametrize("spans", NOT_PLAIN.values(), ids=NOT_PLAIN)
 def test_slices_that_only_look_like_a_gather(spans: list[tuple[int, int]]) -> None:
-    """If such a cat of slices is taken for a gather, results are wrong. The graph must be left alone."""
+    """The graph must be left alone: a gather in its place would give wrong results."""
     with fake_group(3):
         made = sliced(spans)
         before = made.text()
@@ -149,8 +148,7 @@ def test_scatter_by_slices(starts: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("steps", [(2, 1), (1, 1)])
 def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
-    """A slice of every other row is not a shard, although it begins with the first row and has as many rows as a
-    shard."""
+    """A slice of every other row is not a shard, although it has as many rows."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(8, 16), made.input(16, 8, name="w"))
@@ -171,8 +169,8 @@ def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
     ],
 )
 def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: list[str]) -> None:
-    """With uneven shards, only zeros after all rows may be dropped. They may be dropped only if the matmul gives rows
-    of zeros for operand rows of zeros."""
+    """Only zeros after all rows may be dropped, and only if the matmul gives rows of zeros for operand rows of
+    zeros."""
     with fake_group(2):
         made = HandGraph()
         x, w = made.input(7, 16), made.input(16, 8, name="w")
@@ -191,8 +189,8 @@ def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: lis
     ids=["in each of two", "one row in each of two", "columns beside the rows"],
 )
 def test_scatter_of_padded_rows_of_a_batch(shape: tuple[int, ...], code: str | None) -> None:
-    """If rows are appended along the middle dim, each batch entry ends with padding. So the padding lies between rows
-    of the matmul. The pass supports such padding only if a batch entry has at least two rows of its own."""
+    """Each batch entry ends with padding, so the padding lies between rows of the matmul. The pass supports this only
+    if a batch entry has at least two rows of its own."""
     with fake_group(2):
         made = HandGraph()
         x, w = made.call(aten.reshape.default, made.input(*shape), [-1, 16]), made.input(16, 8, name="w")
@@ -208,8 +206,7 @@ def test_scatter_of_padded_rows_of_a_batch(shape: tuple[int, ...], code: str | N
 
 
 def test_rows_appended_to_an_unknown_number_of_rows() -> None:
-    """The number of rows is symbolic, so the pass cannot tell which ranks have fewer rows. The graph stays
-    unchanged."""
+    """The number of rows is symbolic, so the pass cannot tell which ranks have fewer rows."""
     with fake_group(2) as group:
         (report,) = reports_of(
             lambda x, w: reduce_scatter(torch.nn.functional.pad(x @ w, (0, 0, 0, 1)), "sum", 0, group),
@@ -249,8 +246,7 @@ def test_padded_factor(scatters: bool) -> None:
 
 
 def test_trim_of_uneven_shards() -> None:
-    """The graph cuts rows off the end of the gathered tensor. The same rows must be cut off the result, and no
-    others."""
+    """The graph drops the last gathered rows. Exactly these rows must be dropped from the result."""
     with fake_group(3):
         made = HandGraph()
         gathered = made.gather(made.input(4, 16))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switch ``machine``: how ``auto`` decides with the user's facts about the machine, and the error for a bad file at
-the first compile."""
+"""The switch ``machine``: decisions with the user's facts about the machine, and the error for a bad file."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ def decision(machine: str | None, rows: int = 64, inner: int = 1024, columns: in
 
 @pytest.mark.usefixtures("two")
 def test_auto_overlaps_if_the_users_file_names_a_slow_link(tmp_path: Path) -> None:
-    """A transfer of 64 x 1024 fp32 takes 0.3 ms at 1 GB/s. The four steps of a ring cost 0.4 ms. This is more than the
-    ring could hide, so the site is kept. At 62.5 MB/s the transfer takes 4 ms, and the matmul hides most of it."""
+    """64 x 1024 fp32 take 0.3 ms at 1 GB/s. A ring's four steps cost 0.4 ms, so the site is kept. At 62.5 MB/s, the
+    transfer takes 4 ms, and the matmul hides most of it."""
     path = tmp_path / "machine.json"
     path.write_text(SLOW)
     shipped, slow = decision(None), decision(str(path))
@@ -79,7 +78,7 @@ def test_the_report_shows_the_facts() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_a_bad_file_fails_the_first_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``enable_from_environment`` must not raise the error. (Here, the file does not exist.)"""
+    """The error must come at the first compile, not from ``enable_from_environment``."""
     monkeypatch.setenv("OVERLAP_INDUCTOR", "on")
     monkeypatch.setenv("OVERLAP_INDUCTOR_MACHINE", str(tmp_path / "machine.json"))
     torch.compiler.reset()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of Inductor that run after ours and move nodes. If such a pass is on, each ring is written as one op. If a
-pass nevertheless moves a step of a ring, the compile ends with an error."""
+"""Passes of Inductor that run after ours and move nodes. If one is on, each ring is written as one op. If a step of a
+ring is moved all the same, the compile ends with an error."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"bucket_all_reduces_fx": "all"},
     {"aten_distributed_optimizations.enable_overlap_scheduling": True},
 ]
-"""Settings that turn on a pass that moves nodes. With the last one, ``enable_overlap_scheduling``, four random programs
-with unrolled rings were run seven times in all. Three runs deadlocked, and three gave wrong results."""
+"""Settings that turn on a pass that moves nodes. With ``enable_overlap_scheduling``, programs with unrolled rings
+deadlocked or gave wrong results."""
 
 
 def sites() -> HandGraph:
@@ -68,7 +68,7 @@ def test_no_ring_of_a_rewritten_stretch_is_unrolled_if_a_later_pass_moves_nodes(
 
 def test_a_moved_step_is_detected() -> None:
     """A read must stay after the wait for its data, and before the next write to the buffer. The check finds a read
-    that was moved out of this range, in either direction."""
+    outside this range."""
     with fake_group(2):
         made = sites()
         made.run()

@@ -24,7 +24,7 @@ def _layer(x: torch.Tensor, a: torch.Tensor, residual: torch.Tensor, norm: torch
 def _reports(fn: Any, trains: bool) -> list[OverlapReport]:
     publish.forget_reports()
     shapes = ((8, 8), (8, 16), (8, 16), (16,), (16, 8))
-    # Generated code calls ATen for each op. The tests only read graphs, and building a C++ kernel takes a second.
+    # Generated code calls ATen for each op, because building a C++ kernel takes a second.
     anew = torch._inductor.config.patch(fx_graph_cache=False, fallback_by_default=True)
     uncached = torch._functorch.config.patch(enable_autograd_cache=False)
     with anew, uncached, fake_group(2), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
@@ -36,8 +36,7 @@ def _reports(fn: Any, trains: bool) -> list[OverlapReport]:
 
 @pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
 def test_a_nested_compile_region_is_not_rewritten(trains: bool) -> None:
-    """The ranks cannot compare the region's inputs, and a plain program is kept only for the whole graph, not for a
-    region."""
+    """Ranks cannot compare the inputs of a region, and a region has no plain program."""
     region = torch.compiler.nested_compile_region(_layer)
 
     # Two calls, because torch 2.13 inlines a region that is called once.
@@ -54,8 +53,8 @@ def test_a_nested_compile_region_is_not_rewritten(trains: bool) -> None:
 
 
 def test_the_forward_holds_no_gather_that_only_the_backward_reads() -> None:
-    """The norm's gradient reads the norm's input in two places. The forward saves only this rank's rows of that input,
-    and the backward gathers them."""
+    """The norm's gradient reads the norm's input twice. The forward saves only this rank's rows, and the backward
+    gathers them."""
     forward, backward = _reports(_layer, True)
     assert [s.status for s in forward.stretches] == ["rewritten"]
     assert "overlap_inductor.gather_start" in backward.after

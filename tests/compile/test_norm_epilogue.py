@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual add and RMSNorm after an all-reduce: the finder recognises them in the graphs of models, and refuses a
-chain that computes something else."""
+"""The residual add and RMSNorm after an all-reduce: which graphs hold one, and which chains are refused."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[NormEpilogue | 
 
 
 def llama_norm() -> Any:
-    """Hugging Face's norm. The test is skipped if transformers is not installed (as in the environments for other torch
-    versions)."""
+    """Hugging Face's norm. Without transformers, the test is skipped."""
     return pytest.importorskip(
         "transformers.models.llama.modeling_llama", reason="transformers is not installed here; `make test` installs it"
     ).LlamaRMSNorm(COLUMNS, EPS)

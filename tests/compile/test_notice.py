@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If only environment variables switch overlap on, rank 0 of a program prints one line for each graph with a
-collective. Rank 0 also prints these lines in the program's second run, in which the graphs come from a cache."""
+"""If only environment variables switch overlap on, rank 0 prints one line for each graph with a collective. It does so
+again if the graphs come from a cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def lines(base: ForkBase, folder: Path, rank: int = 0, **variables: str) -> list
 
 
 def test_one_line_by_default_and_with_torch_logs_also_from_a_cache(inductor_base: ForkBase, tmp_path: Path) -> None:
-    """With ``TORCH_LOGS``, the line has torch's prefix, and appears once. The graph without a collective has a line,
+    """With ``TORCH_LOGS``, the line has torch's prefix and appears once. Graphs without a collective have a line,
     too."""
     pretend_installed(tmp_path)
     (line,) = lines(inductor_base, tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rewritten graph has the same text on every rank, and a bounded number of nodes. Golden files hold the steps."""
+"""The rewritten graph has one text on all ranks, and a bounded number of nodes. Golden files hold the steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from tests.support.spellings import second_weight
 from tests.support.spellings import weight
 from tests.support.spellings import world
 from tests.support.spellings import x3
-
-# The same text on every rank; a bounded number of nodes.
 
 
 def hand_made(kind: str, world_size: int) -> HandGraph:
@@ -68,8 +66,7 @@ HAND_MADE = ["gather", "gather inner dim", "scatter", "scatter inner dim", "scat
     "world_size", [2, pytest.param(3, marks=pytest.mark.thorough), 8, pytest.param(64, marks=pytest.mark.thorough)]
 )
 def test_ranks_have_one_text(kind: str, world_size: int) -> None:
-    """No graph holds a rank number. Otherwise, ranks would compile different code, miss each other's caches, or
-    hang."""
+    """No graph holds a rank number. Otherwise, ranks would compile different code, or hang."""
     texts = set()
     for rank in sorted({0, 1, world_size // 2, world_size - 1}):
         with fake_group(world_size, rank):
@@ -81,7 +78,7 @@ def test_ranks_have_one_text(kind: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(8, marks=pytest.mark.thorough)])
 def test_ranks_have_one_text_when_traced(world_size: int) -> None:
-    """Dynamo traces this graph. Tracing must not put the rank into the text either."""
+    """Tracing by Dynamo must not put the rank into the text either."""
     texts = set()
     for rank in (0, world_size - 1):
         with fake_group(world_size, rank), torch.no_grad():
@@ -114,21 +111,17 @@ def test_node_count_is_bounded_in_a_large_world(kind: str) -> None:
     assert after <= before + 32
 
 
-# Golden texts.
-
-
 def golden(report: OverlapReport) -> str:
     return f"{report.before}----\n{report.after}"
 
 
 def test_gather_golden() -> None:
-    """The steps are in the order of the golden file. Views are not copied, and no reshape is added."""
+    """Views are not copied, and no reshape is added."""
     with fake_group(2):
         check_golden(golden(hand_made("gather", 2).run(sub_chunks=1)), "one_text/gather.txt")
 
 
 def test_gather_on_an_inner_dim_in_parts_golden() -> None:
-    """The golden file shows, for each piece, its rank and its rows."""
     with fake_group(3, 1):
         check_golden(
             golden(hand_made("gather inner dim", 3).run(sub_chunks=2)), "one_text/gather_on_an_inner_dim_in_parts.txt"
@@ -136,8 +129,8 @@ def test_gather_on_an_inner_dim_in_parts_golden() -> None:
 
 
 def test_scatter_golden() -> None:
-    """Each partial sum is sent before the next matmul. The rank's own slice is multiplied last. The partial sums are
-    added once, in fp32."""
+    """Each partial sum is sent before the next matmul. The rank's own slice comes last. The sums are added once, in
+    fp32."""
     with fake_group(2):
         check_golden(golden(hand_made("scatter inner dim", 2).run(sub_chunks=1)), "one_text/scatter.txt")
 
@@ -164,6 +157,6 @@ def test_head_golden() -> None:
 
 
 def test_looping_golden() -> None:
-    """The site is one op if its steps do not fit the budget."""
+    """A site whose steps do not fit the budget is one op."""
     with fake_group(2):
         check_golden(hand_made("gather", 2).run(step_node_budget=1).after, "one_text/looping.txt")

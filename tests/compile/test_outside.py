@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pattern and a schedule that are registered from outside the package (``tests.support.toy_all_to_all``).
 
-The package, its doctor and its bench know the two names only from the registration. Sites of the pattern are found,
-planned, rewritten and reported. The exchange plan, which ranks compare, names the schedule. The doctor shows both
-names, and the bench offers them."""
+Sites of the pattern are found, planned, rewritten and reported. The exchange plan names the schedule. The doctor shows
+both names, and the bench offers them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor measures on each rank whether padding makes a matmul faster, so ranks may pad different matmuls. The sites
-that the pass finds must not depend on padding."""
+"""Each rank measures whether padding makes a matmul faster, so ranks may pad different matmuls. The sites must not
+depend on padding."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ QUICK = (
     "scatter uneven rows",
     "gathered output",
 )
-"""One case of each pattern and layout. The other cases repeat these patterns and layouts with other operands."""
+"""One case of each pattern and layout."""
 
 
 @pytest.mark.parametrize("repeats", [False, pytest.param(True, marks=pytest.mark.thorough)])
@@ -92,8 +92,8 @@ SMALL = [(7, 18), (18, 10), (10, 18)]
 
 
 def test_padding_elsewhere_renames_no_site() -> None:
-    """Padding changes the numbers in the names of Inductor's nodes. In a plain function, no module can name the site,
-    so the site's name comes from a node. The site's id must not change."""
+    """Padding changes the numbers in Inductor's node names. In a plain function, the site is named after a node. The
+    site's id must not change."""
     group = torch.distributed.group
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
@@ -122,8 +122,8 @@ def test_padding_of_the_next_matmul_does_not_change_the_epilogue(budget: int) ->
 
 @pytest.mark.parametrize("mode", ["on", "report"])
 def test_matmuls_elsewhere_are_padded_as_before(mode: str) -> None:
-    """A softmax is between the first matmul and the collective. So in mode on, the first matmul is padded, and the
-    site's own matmul is not. In mode report nothing is rewritten, so all matmuls are padded."""
+    """A softmax is between the first matmul and the collective. In mode ``on``, the site's own matmul is not padded. In
+    mode ``report``, all matmuls are padded."""
     group = torch.distributed.group
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor's partitions for CUDA graphs. The tests check the arguments of each partition, and that no CUDA graph
-captures only a part of a ring's transfer. CPU kernels take the place of GPU kernels here."""
+"""Inductor's partitions for CUDA graphs: their arguments, and that no CUDA graph captures a part of a transfer. CPU
+kernels take the place of GPU kernels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[type]]]:
 
         return call
 
-    # (Skip the comparison of plans, because no other rank publishes one.)
+    # No other rank publishes a plan to compare.
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
     monkeypatch.setattr(
         BaseSchedulerNode, "is_gpu", lambda node: not isinstance(node.node, GroupRank | ir.AssertScalar)
@@ -64,7 +64,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[type]]]:
 
 def compiled(function: Callable[..., Any], *shapes: tuple[int, ...], reorders: bool = True, **fields: Any) -> Any:
     """Compile and run ``function``, and return the report. ``reorders``: Inductor may move ops that no CUDA graph can
-    hold, as it does for its own CUDA graphs but not for CUDA graphs that the user captures."""
+    hold, as it does for its own CUDA graphs."""
     settings = {
         "custom_should_partition_ops": ["overlap_test::beside_graphs"],
         "triton.cudagraphs": reorders,
@@ -89,8 +89,8 @@ def scattered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_for_a_late_weight(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second weight is the result of an op that no CUDA graph can hold. That op waits for a kernel. Meanwhile
-    Inductor schedules ops that are ready, such as the start of the transfer."""
+    """The second weight waits for an op that no CUDA graph can hold. Meanwhile Inductor schedules ready ops, for
+    example the start of the transfer."""
     whole = all_gather(x, 0, dist.group.WORLD)
     return whole @ w, whole @ beside_graphs(w.cos())
 
@@ -105,8 +105,8 @@ def scattered_behind(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, to
 def test_a_partition_is_given_tensors_and_numbers(
     given: list[list[type]], function: Callable[..., Any], reorders: bool
 ) -> None:
-    """The rank's symbol comes from a kernel that has no result. Inductor nevertheless lists the kernel's name among a
-    partition's inputs. CUDA graph trees fail on inputs that are neither tensors nor numbers."""
+    """The rank's symbol comes from a kernel without a result, but Inductor lists the kernel's name among a partition's
+    inputs. CUDA graph trees fail on inputs that are neither tensors nor numbers."""
     report = compiled(function, (64, 32), (32, 24), reorders=reorders)
     assert given and all(issubclass(kind, torch.Tensor | int) for kinds in given for kind in kinds), given
     assert int in {kind for kinds in given for kind in kinds}
@@ -117,8 +117,7 @@ def test_a_partition_is_given_tensors_and_numbers(
 def test_the_rank_is_passed_to_kernels_that_do_not_report_their_symbols(
     given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's templates do not report the symbols of their views. A partition with such a template must still get the
-    rank."""
+    """Triton's templates do not report the symbols of their views. Their partition must still get the rank."""
     monkeypatch.setattr(ir.ExternKernelOut, "get_free_symbol_uses", lambda *_, **__: ir.OrderedSet())
     compiled(function, (64, 32), (32, 24))
     assert int in {kind for kinds in given for kind in kinds}
@@ -128,8 +127,8 @@ def test_the_rank_is_passed_to_kernels_that_do_not_report_their_symbols(
 def test_the_rank_comes_before_kernels_that_do_not_report_their_symbols(
     given: list[list[type]], function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank must be computed before the kernels that use it, in every order that the dependencies allow. Here the
-    scheduler computes the rank as late as the dependencies allow."""
+    """The rank must be computed before its readers, in every order that the dependencies allow. Here the scheduler
+    computes it as late as possible."""
     monkeypatch.setattr(ir.ExternKernelOut, "get_free_symbol_uses", lambda *_, **__: ir.OrderedSet())
     moved = []
 
@@ -155,8 +154,8 @@ def test_a_transfer_that_would_be_cut_is_not_captured(given: list[list[type]], s
 
 @pytest.mark.parametrize("budget", [4000, 30], ids=["both unrolled", "a looping op, then an unrolled one"])
 def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[type]], budget: int) -> None:
-    """The rank comes first even if another op of the chain stands between the ranks' agreement and the transfer.
-    Otherwise the kernel that computes the rank would cut the transfer into two partitions."""
+    """The rank comes first even if another op of the chain stands before the transfer. Otherwise the rank's kernel
+    would cut the transfer into two partitions."""
 
     def block(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return gathered(torch.relu(scattered(x, w)), v)
@@ -179,8 +178,7 @@ def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[typ
 def test_a_transfer_is_cut_unless_one_partition_or_the_host_runs_it(
     places: list[list[str]], uncaptured: list[bool], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transfer is cut if its ops lie in several partitions, and a CUDA graph captures at least one of these
-    partitions."""
+    """A transfer is cut if its ops lie in several partitions and a CUDA graph captures at least one of them."""
 
     class Scheduled:
         def __init__(self, name: str) -> None:
@@ -212,8 +210,8 @@ def test_every_write_belongs_to_the_transfer_of_its_buffer(
     writes: set[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``exchange_keep`` takes the buffer as its first tensor. The other ops take the buffer as their second tensor. If
-    an op were counted with another transfer, that transfer would seem to be cut."""
+    """``exchange_keep`` takes the buffer first, the other ops take it second. An op that counts as part of another
+    transfer would make that transfer seem cut."""
     transfers: dict[str, set[str]] = {}
     cut = partitions.cut
 
@@ -233,9 +231,8 @@ def test_every_write_belongs_to_the_transfer_of_its_buffer(
 def test_a_kernel_that_writes_to_a_rotated_place_needs_the_rank(
     given: list[list[type]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rotated place is a slice whose offset depends on the rank's symbol. Inductor does not look for symbols in the
-    offset of a kernel's result or in a template's inputs. So ``rank_symbol`` looks at the inputs of kernels that read a
-    rotated place, and at the results of kernels that write to one."""
+    """A rotated place is a slice whose offset depends on the rank's symbol. Inductor does not look for symbols there.
+    So ``rank_symbol`` looks at inputs and results with such an offset."""
     found: dict[str, set[str]] = {"inputs": set(), "results": set()}
     views = rank_symbol._views
 

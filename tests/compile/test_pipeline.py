@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass on the joint graph is one entry of the pipeline. Switching overlap on puts such passes into Inductor's slot
-for passes on the joint graph. Switching overlap off takes them out of the slot. The passes are part of the cache
-key."""
+"""A pass on the joint graph is one entry of the pipeline. The switch puts it into Inductor's slot and takes it out. The
+pass is part of the cache key."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class CosForSin:
 
 @pytest.fixture(autouse=True)
 def _without_kernels() -> Iterator[None]:
-    """Generated code calls ATen for each op, because building a C++ kernel takes a second. The tests only read graphs
-    and values."""
+    """Generated code calls ATen for each op, because building a C++ kernel takes a second."""
     with inductor_config.patch(fallback_by_default=True):
         yield
 
@@ -93,7 +91,7 @@ def test_it_runs_while_the_switch_is_on(added: CosForSin, trains: bool) -> None:
         found = _compiled()(x)
     assert torch.allclose(found, x.cos() * 3) and len(added.graphs) == 1
     if trains:
-        # The gradient is still that of sin: the joint graph already held the backward of sin when the pass ran.
+        # The gradient is still that of sin: the joint graph already held the backward when the pass ran.
         (gradient,) = torch.autograd.grad(found.sum(), x)
         assert torch.allclose(gradient, x.cos() * 3)
     assert _joint() is None
@@ -140,10 +138,10 @@ def test_another_authors_pass_stays(added: CosForSin, monkeypatch: pytest.Monkey
 
 
 def test_it_is_part_of_the_cache_key(added: CosForSin) -> None:
-    """With another version of the pass, the graph is compiled again. With the same version, the pass does not run
-    again."""
+    """With another version of the pass, the graph is compiled again. With the same version, the graph comes from the
+    cache, and the pass does not run again."""
     x = torch.randn(5)
-    # (Other tests of this process may have switched the caches off.)
+    # Other tests of this process may have switched the caches off.
     on = inductor_config.patch(fx_graph_cache=True), torch._functorch.config.patch(enable_autograd_cache=True)
     with on[0], on[1], fresh_cache():
         for version, runs in (("1", 1), ("1", 1), ("2", 2)):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's own errors reach the caller of a compiled function with their own type and message, and without frames
-of torch."""
+"""The package's own errors reach the caller of a compiled function unchanged, and without frames of torch."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def of_compile(kind: type[OverlapError], **options: Any) -> OverlapError:
 def test_a_bad_variable_is_the_last_line_of_a_script(
     torch_base: ForkBase, tmp_path: Path, variable: str, value: str, problem: str, caches: str
 ) -> None:
-    """With the caches off, another function of Inductor is the first to read the switches. The error must look the same
-    with the caches on and off."""
+    """With the caches off, another function of Inductor reads the switches first. The error must look the same."""
     pretend_installed(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH"))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain program of a graph is kept as bytes, and compiled later if it must replace the overlapped program."""
+"""The plain program of a graph is kept as bytes. It is compiled if it must replace the overlapped program."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _with_a_size_of_the_run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
 
 
 QUICK = [(_with_a_constant, False), (_with_a_branch, False), (_with_a_size_of_the_run, True)]
-"""Programs of ``make test``, and whether their sizes are dynamic. Another test runs ``_plain`` with several sizes."""
+"""Programs of ``make test``, and whether their sizes are dynamic. Another test runs ``_plain``."""
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,10 @@ QUICK = [(_with_a_constant, False), (_with_a_branch, False), (_with_a_size_of_th
 def test_the_plain_program_runs_the_collectives_as_written(
     function: Callable[..., Any], dynamic: bool, ranks_differ: list[Any]
 ) -> None:
-    """Collectives of the fake group return uninitialised memory. So the test checks the sizes and the code that ran,
-    and not the values."""
+    """The test checks sizes and code, because the fake group's collectives return uninitialised memory."""
     inputs = [torch.randn(6, 8), torch.randn(8, 5), torch.randn(5, 7)]
-    # If sizes are static, generated code calls ATen for each op, because building a C++ kernel takes a second. If sizes
-    # are dynamic, such calls would fix some of the sizes.
+    # With static sizes, generated code calls ATen, which saves a second of building C++. With dynamic sizes, these
+    # calls would fix some sizes.
     aten_only = torch._inductor.config.patch(fallback_by_default=not dynamic)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), aten_only:
         with overlap_inductor.overlap(schedule="ring"):
@@ -131,8 +130,8 @@ def test_a_backward_finds_what_its_forward_would_have_saved(ranks_differ: list[A
 
 
 def test_results_have_the_strides_that_were_promised() -> None:
-    """The plain program replaces the overlapped graph. The backward was compiled for the result strides of the
-    overlapped graph, so the plain program must return these strides."""
+    """The backward was compiled for the strides of the overlapped graph's results. So the plain program must return
+    these strides."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     s0 = ShapeEnv().create_unbacked_symint()
@@ -173,8 +172,7 @@ def test_a_large_tensor_is_taken_from_the_graph_that_holds_it(monkeypatch: pytes
 
 
 def test_without_a_plain_program_nothing_is_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the plain program cannot be stored, the graph could not run without overlap when ranks differ. So no site is
-    overlapped."""
+    """Without a plain program, the graph could not run if ranks differ. So no site is overlapped."""
 
     def fails(*args: Any) -> Any:
         raise TypeError("cannot pickle this")
@@ -188,7 +186,7 @@ def test_without_a_plain_program_nothing_is_overlapped(monkeypatch: pytest.Monke
 
 
 def test_a_call_whose_plan_is_settled_is_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the ranks have agreed on a graph's plan, a later call must not parse text or read the store."""
+    """After the ranks agree on a plan, a call must not parse text or read the store."""
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.report.report import OverlapReport
 
@@ -208,8 +206,8 @@ def test_a_call_whose_plan_is_settled_is_only_counted(monkeypatch: pytest.Monkey
 
 
 def test_a_dry_run_of_kernels_runs_the_plain_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a dry run, one process plans for GPUs and compiles as one rank of many. Kernels cannot run in a dry run,
-    because the other ranks do not exist."""
+    """In a dry run, one process plans for GPUs as one rank of many. Kernels cannot run, because the other ranks do not
+    exist."""
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.report.report import OverlapReport
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random token-wise programs between all-reduces. More than 90 % of them must be rewritten to run on rows. On every
-rank, the results must be those of the program as written."""
+"""Random token-wise programs between all-reduces. More than 90 % must be rewritten to run on rows. On every rank, the
+results must be those of the program as written."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class Program:
         self.add(self.made.op(f"{self.of(['tanh', 'sigmoid', 'neg', 'relu'])}.default", x), lead)
 
     def operand(self) -> None:
-        """An op with a second operand. This operand is the same on all ranks. Its shape broadcasts to that of the
-        first."""
+        """An op with a second operand that is equal on all ranks and broadcasts to the first."""
         x, lead = self.tensor()
         shape = list(x.meta["val"].shape)
         drop = self.draw.draw(st.integers(0, len(shape)))

@@ -42,7 +42,7 @@ def test_strict_does_not_raise_for_a_kept_or_overlapped_site(monkeypatch: pytest
 
 @pytest.mark.parametrize("mode", ["on", "strict"])
 def test_the_report_of_a_failed_compile_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str) -> None:
-    """The report may help to explain the failed compile. A StrictError must not hide the compile's own error."""
+    """A StrictError must not hide the compile's own error."""
     from torch._inductor.graph import GraphLowering
 
     def broken(*args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs and the generated code of attention beside exchanges of its keys and values: what starts early, what is
-refused, and what the planner chooses."""
+"""The graphs and the code of attention beside exchanges of its keys and values."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ def test_golden(file: str, layer: Callable[..., torch.Tensor], method: str) -> N
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
 @pytest.mark.parametrize("method", ["alltoall", "allgather"])
 def test_every_exchange_is_a_site(method: str, ranks: int, causal: bool) -> None:
-    """Each exchange that passes a block on is a site of its own. A gather passes all blocks on at once, as one site."""
+    """Each exchange that passes a block on is a site. A gather passes all blocks on at once, as one site."""
     with fake_group(ranks, ranks - 1), torch.no_grad(), rotation(method, causal):
         report = report_of(causal_ring if causal else torch_ring, *_own(), **SCHEDULE)
     found = [(s.facts.pattern, s.decision.status) for s in report.sites]
@@ -97,9 +96,8 @@ def _order(lines: list[str]) -> list[str]:
 
 @pytest.mark.usefixtures("alone")
 def test_exchanges_run_under_the_attention_and_keep_what_they_send() -> None:
-    """With ``keep``, Inductor starts each exchange only when its result is needed. With ``early_start``, each exchange
-    starts before an attention that does not need its result. Inductor must not free or reuse the sent buffer while the
-    exchange may still read it."""
+    """With ``keep``, an exchange starts only when its result is needed. With ``early_start``, it starts before an
+    attention that does not need it. Meanwhile, the sent buffer must not be freed or reused."""
     assert _order(_lines("alltoall", "keep")) == ["attention", *["exchange", "wait for it", "attention"] * 2]
     assert _order(_lines("allgather", "early_start")) == ["gather", "attention", "wait for it", *["attention"] * 2]
     lines = _lines("alltoall", "early_start")
@@ -115,8 +113,8 @@ def test_exchanges_run_under_the_attention_and_keep_what_they_send() -> None:
 
 
 def test_training_forward() -> None:
-    """As written, a training graph has each wait directly behind its exchange. In the rewritten graph, the attention
-    must stand between the two."""
+    """As written, each wait follows its exchange directly. In the rewritten graph, the attention stands between the
+    two."""
     with fake_group(3), rotation("alltoall", False):
         forward, *_ = reports_of(torch_ring, *(x.requires_grad_() for x in _own()), **SCHEDULE)
     assert [s.decision.status for s in forward.sites] == ["overlapped"] * 2
@@ -136,11 +134,11 @@ def test_keys_and_values_apart_are_one_site() -> None:
 
 
 def test_ranks_with_different_graphs_write_the_same_plan() -> None:
-    """Without load balance, the ranks of a causal ring skip the blocks that their queries do not see. So the ranks find
-    different numbers of sites.
+    """Without load balance, ranks of a causal ring skip hidden blocks, so they find different numbers of sites.
 
     Rank 0 has only a causal block. The other ranks also have whole blocks. At the rates ``SLOW_MATMULS``, an early
-    start pays beside a whole block, but not beside a causal block. With ``auto``, the ranks must choose the same."""
+    start pays only beside a whole block. With ``auto``, all ranks must still choose alike.
+    """
     plans, chosen, sites = set(), set(), []
     for rank in range(3):
         with fake_group(3, rank), torch.no_grad(), rotation("alltoall", False):
@@ -160,8 +158,8 @@ def test_ranks_with_different_graphs_write_the_same_plan() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_a_collective_between_attention_and_exchange() -> None:
-    """The exchange must not move before the other collective. A rank whose graph lacks this attention leaves the
-    exchange in place, so the ranks would call the two collectives in different orders."""
+    """The exchange must not move before the other collective. A rank without this attention leaves the exchange in
+    place, so the ranks' orders would differ."""
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = OP(q, k, v)[0]
@@ -176,7 +174,7 @@ def test_a_collective_between_attention_and_exchange() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_an_opaque_op_between_attention_and_exchange() -> None:
-    """The exchange must not move before an op that may itself issue a collective of the same group."""
+    """The exchange must not move before an op that may itself issue a collective of its group."""
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = OP(q, k, v)[0]
@@ -192,8 +190,8 @@ def test_an_opaque_op_between_attention_and_exchange() -> None:
 
 
 def test_what_is_sent_is_computed_with_after_the_attention() -> None:
-    """If an op reads the keys between attention and exchange, Inductor may compute it in place, in memory that the
-    exchange is still sending. The check must find such an op, also if it reads a view of the keys."""
+    """Inductor may compute an op on the keys in place, while the exchange still sends them. The check must find such an
+    op, also behind a view."""
     graph = fx.Graph()
     keys = graph.placeholder("keys")
     attention = graph.call_function(torch.ops.aten.relu.default, (keys,))
@@ -235,8 +233,7 @@ def test_the_ring_leaves_these_exchanges_as_written() -> None:
 
 @pytest.mark.parametrize(("own", "status"), [(1024, "overlapped"), (2, "kept")])
 def test_the_planner(own: int, status: str) -> None:
-    """With a long sequence, the attention hides much of the exchange. With a short sequence, the attention takes too
-    little time for this."""
+    """The attention hides much of the exchange only for a long sequence."""
     with fake_group(2), torch.no_grad(), rotation("alltoall", False):
         given = [torch.randn(2, 4, own, 16) for _ in range(3)]
         report = report_of(torch_ring, *given, schedule="auto", machine=SLOW)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-wise ops between a matmul and a collective: such an op gives the same rows whether it runs on the whole tensor or
-on slices of its rows. A site with such an op is found. A schedule that cannot compute the op says why."""
+"""Row-wise ops between a matmul and a collective. They give equal rows on the whole tensor and on slices of rows. A
+site with such an op is found. A schedule that cannot compute the op says why."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from tests.support.row_wise_programs import arguments
 @pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in TRAINED])
 @pytest.mark.usefixtures("two")
 def test_site_is_found(name: str) -> None:
-    """If the finder did not know row-wise ops, each collective would be a near miss: ``no_matmul`` or
-    ``op_between``."""
+    """Without row-wise ops, each collective would be a near miss (``no_matmul`` or ``op_between``)."""
     function, _, (pattern, matmuls) = PROGRAMS[name]
     report = report_of(function, *arguments(name, 2, torch.Generator()))
     ((found, theirs, status),) = facts(report)
@@ -39,8 +38,7 @@ def test_site_is_found(name: str) -> None:
     ],
 )
 def test_other_schedules_refuse(name: str) -> None:
-    """If these schedules accepted a site with a row-wise op, they would drop the op: for example, they would multiply
-    the gathered tensor without its norm."""
+    """Otherwise these schedules would drop the op, for example the norm of the gathered tensor."""
     schedules = ("fused", "chunked", "wave_groups", "small_message")
     with fake_group(2), torch.no_grad():
         found = reports_by_fields(

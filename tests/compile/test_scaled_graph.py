@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 sites (``_scaled_mm``) of schedule ``chunked`` in the graph: the place and order of their scales, the workspace
-that they request, and the reasons for refused sites."""
+"""fp8 sites (``_scaled_mm``) of schedule ``chunked``: scales, workspace and refusals."""
 
 from __future__ import annotations
 
@@ -66,8 +65,8 @@ def op_of(made: HandGraph, pattern: str) -> fx.Node:
 
 
 def test_gathered_bytes_are_multiplied_as_fp8_and_returned_as_bytes() -> None:
-    """The op returns the gathered tensor only if another node reads it. The view of the bytes as fp8, between the
-    gather and the matmul, is no such node."""
+    """The op returns the gathered tensor only if another node reads it. The view of the bytes as fp8 is no such
+    node."""
     for used in (False, True):
         with fake_group(2):
             made = two_weights(used)
@@ -92,8 +91,8 @@ def test_an_op_is_placed_after_the_gather_of_its_scales() -> None:
 
 
 def test_scales_are_in_the_order_of_the_rows() -> None:
-    """If a sequence is gathered or scattered within its batch, the op takes the rows rank by rank. The scales of the
-    rows must be in this order, too."""
+    """If a sequence is gathered or scattered within its batch, the op takes rows rank by rank. So their scales must be
+    in this order."""
     with fake_group(2):
         made = HandGraph()
         flat = made.view(made.gather_on(fp8(made, 3, 32, 32), 1), 192, 32)
@@ -148,8 +147,8 @@ def test_the_plan_requests_workspace_for_the_bytes_that_are_sent() -> None:
 
 
 def test_a_dynamic_token_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workspace is large enough for the largest number of rows. Below the break-even row count, the plain
-    collective runs. The break-even depends on the matmul rate of fp8."""
+    """The workspace fits the largest number of rows. Below the break-even row count, the plain collective runs. The
+    break-even depends on the matmul rate of fp8."""
     with fake_group(2):
         made = gathered_scales(16, (0,))
         (forced,) = made.run(schedule="chunked", max_tokens=1000).sites
@@ -288,8 +287,8 @@ def test_a_scale_that_needs_the_gathered_tensor_makes_no_site() -> None:
 
 
 def test_the_scale_of_another_matmul_may_need_the_gathered_tensor() -> None:
-    """One of two matmuls has a scale that needs the whole gathered tensor. This matmul stays in the graph and reads the
-    gathered tensor that the op returns."""
+    """One of two matmuls has a scale that needs the whole gathered tensor. This matmul stays in the graph, and reads
+    the tensor that the op returns."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather(fp8(made, 32, 32))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A seam may be written in bands if it keeps all rules of ``seams.check``. For each rule, a seam that breaks only this
-rule is not written in bands."""
+"""A seam may be written in bands if it keeps all rules of ``seams.check``."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class Parts:
 
 
 def _bands(parts: Parts, **fields: Any) -> list[Any]:
-    """For each site, the number of bands in its plan. The graph is not rewritten."""
+    """The number of bands in each site's plan. The graph is not rewritten."""
     with fake_group(2):
         report = parts.seam().run(mode="report", **{"sub_chunks": 2, **fields})
     assert [s.facts.pattern for s in report.sites] == ["matmul_reduce_scatter", "all_gather_matmul"]
@@ -80,7 +79,7 @@ def test_golden() -> None:
 
 
 def _expanded_between(made: HandGraph, scattered: fx.Node) -> fx.Node:
-    """As in the backward of a norm: a mean is expanded to all features. Such a view is not contiguous."""
+    """A mean is expanded to all features, as in the backward of a norm. This view is not contiguous."""
     mean = made.call(aten.mean.dim, scattered, [-1], True)
     return made.call(aten.mul.Tensor, scattered, made.call(aten.expand.default, mean, scattered.meta["val"].shape))
 
@@ -90,8 +89,7 @@ def test_a_view_that_is_not_contiguous_is_cut() -> None:
 
 
 def _reduced_between(made: HandGraph, scattered: fx.Node) -> fx.Node:
-    """An all-reduce stands between the scatter and the gather. No op on the scattered rows reads the all-reduce's
-    result."""
+    """An all-reduce stands between the scatter and the gather. The rows do not depend on it."""
     made.reduce(made.input(4, name="other"))
     return _relu(made, scattered)
 
@@ -108,8 +106,7 @@ def _multiplied_by_rows(made: HandGraph, gathered: fx.Node, scattered: fx.Node) 
 
 
 def _mean_read_outside(made: HandGraph, scattered: fx.Node) -> fx.Node:
-    """The rows are divided by their variance. The op of the variance also returns the mean, which an op outside the
-    seam reads."""
+    """The rows are divided by their variance. An op outside the seam reads the mean, another result of the same op."""
     both = made.call(aten.var_mean.correction, scattered, [-1], correction=0, keepdim=True)
     made.call(aten.neg.default, made.call(getitem, both, 1))
     return made.call(aten.div.Tensor, scattered, made.call(getitem, both, 0))
@@ -129,8 +126,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_seam_that_breaks_one_rule_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the check ignores the rule that a seam breaks, the seam is written in bands. So no other rule refuses the
-    seam."""
+    """If the check ignores the rule, the seam is written in bands. So no other rule refuses it."""
     rule, parts = BROKEN[name]
     assert _bands(parts) == [None, None]
     monkeypatch.setattr(check, rule, lambda *arguments: True)
@@ -153,8 +149,7 @@ def test_a_seam_whose_plans_do_not_fit_is_not_cut(name: str) -> None:
 
 
 def test_sites_around_an_op_with_several_results_are_overlapped() -> None:
-    """The mean is a result of the graph, and only the variance is used for the gathered rows. The sites are overlapped,
-    but not in bands."""
+    """The mean is a result of the graph. The sites are overlapped, but not in bands."""
     with fake_group(2):
         made = HandGraph()
         scattered = made.scatter(made.mm(made.input(64, 32), made.input(32, 64, name="w")))
@@ -167,15 +162,14 @@ def test_sites_around_an_op_with_several_results_are_overlapped() -> None:
 
 
 def _estimates(parts: Parts) -> list[float]:
-    """For each site, the microseconds that are estimated for its plan."""
+    """The estimated microseconds of each site's plan."""
     with fake_group(2):
         report = parts.seam().run(mode="report", sub_chunks=2)
     return [s.decision.moving.estimate_us["ring"] for s in report.sites]
 
 
 def test_a_forced_schedule_shows_what_bands_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second band costs four steps of 100 us: a second wait of the scatter, one more piece of the rank's own
-    rows, and two launches."""
+    """The second band costs four steps of 100 us: a wait of the scatter, one more own piece, and two launches."""
     banded = _estimates(Parts())
     monkeypatch.setattr(check, "bands_of", lambda seam, counts: [])
     in_turn = _estimates(Parts())
@@ -183,8 +177,8 @@ def test_a_forced_schedule_shows_what_bands_cost(monkeypatch: pytest.MonkeyPatch
 
 
 def test_auto_gives_both_sites_the_sub_chunks_of_the_fastest_seam(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the machine ``SLOW``, each transfer takes 28 ms, and the matmuls take 8 and 43 ms. If each site is planned
-    alone, the scatter has 2 sub-chunks and the gather has 4. Their seam is fastest in 4 bands."""
+    """On the machine ``SLOW``, each transfer takes 28 ms, and the matmuls take 8 and 43 ms. Planned alone, the scatter
+    has 2 sub-chunks and the gather has 4. The seam is fastest in 4 bands."""
 
     def wide(made: HandGraph, gathered: fx.Node, scattered: fx.Node) -> fx.Node:
         return made.mm(gathered, made.input(64, 176, name="up"))
@@ -201,8 +195,8 @@ def test_auto_gives_both_sites_the_sub_chunks_of_the_fastest_seam(monkeypatch: p
 
 
 def test_copies_for_other_readers_count() -> None:
-    """A node outside the seam reads rows of the seam, so the bands of these rows are joined in a copy. The estimate
-    counts the copy: ``[32, 64]`` floats are read and written at 2e10 B/s."""
+    """A node outside reads rows of the seam, so their bands are joined in a copy. The estimate counts the copy: ``[32,
+    64]`` floats are read and written at 2e10 B/s."""
 
     def read_elsewhere(made: HandGraph, scattered: fx.Node) -> fx.Node:
         positive = _relu(made, scattered)
@@ -215,8 +209,7 @@ def test_copies_for_other_readers_count() -> None:
 
 
 def test_bands_keep_to_the_budget_of_nodes() -> None:
-    """The smaller budget has room for both rings, but not for the bands. The bands add about 14 nodes, as many as the
-    pass counts for them."""
+    """The smaller budget has room for both rings, but not for the bands' 14 nodes."""
     sizes: dict[int, int] = {}
     for budget in (3000, 60):
         with fake_group(2):
@@ -230,7 +223,7 @@ def test_bands_keep_to_the_budget_of_nodes() -> None:
 
 @pytest.mark.parametrize("cause", ["an error", "a step in between"])
 def test_a_seam_that_fails_leaves_its_sites_overlapped(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the case ``a step in between``, a copy of the gather's first step is marked as a step of another site."""
+    """In case ``a step in between``, a copy of the gather's first step is marked as a step of another site."""
     if cause == "an error":
         monkeypatch.setattr(write, "_give_whole", lambda *arguments: 1 / 0)
     else:

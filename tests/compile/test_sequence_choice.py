@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the sequence-parallel rewrite runs: with ``auto``, its estimates decide; ``on`` forces it; ``off`` turns
-it off; in mode ``report``, it is only described. A failure inside the rewrite leaves the graph as written."""
+"""When the sequence-parallel rewrite runs. With ``auto``, its estimates decide; ``on`` forces it; ``off`` turns it off.
+Mode ``report`` only describes it. A failed rewrite leaves the graph as written."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ BF16 = torch.bfloat16
 
 
 def layer(tokens: int, dynamic: bool = False) -> HandGraph:
-    """A row-wise matmul, its all-reduce, a relu and a column-wise matmul, in the sizes of a large model. The relu's
-    result is an output, too."""
+    """A row-wise matmul, its all-reduce, a relu and a column-wise matmul. The relu's result is an output, too."""
     made = HandGraph()
     own, hidden, dims = 1024, 8192, [0] if dynamic else []
     x = made.input(tokens, own, dtype=BF16, dynamic=dims)
@@ -58,9 +57,8 @@ def test_auto_rewrites_large_stretches_and_keeps_small_ones() -> None:
 
 
 def test_auto_guards_a_symbolic_number_of_tokens_where_the_choice_changes() -> None:
-    """One guard compares the number of tokens with a threshold: a graph serves the token counts from the threshold on,
-    and another graph serves smaller counts. If the rewrite may pay, another guard says whether the tokens divide evenly
-    among the ranks. The rewrite adds no other guard."""
+    """One guard compares the number of tokens with a threshold. If the rewrite may pay, another guard says whether the
+    ranks divide the tokens evenly. There is no other guard."""
     with fake_group(8), planning_for(H200):
         large, middle, small = (layer(tokens, dynamic=True) for tokens in (16384, 1024, 16))
         (rewritten,), (kept,), (few,) = (
@@ -80,7 +78,7 @@ def test_auto_guards_a_symbolic_number_of_tokens_where_the_choice_changes() -> N
 
 @pytest.mark.parametrize("mode", ["on", "strict"])
 def test_forced_and_off(mode: str) -> None:
-    """``on`` rewrites a stretch even if the rewrite does not pay. ``off`` does not even describe the stretch."""
+    """``on`` rewrites a stretch even if that does not pay. ``off`` does not even describe the stretch."""
     with fake_group(2):
         forced, off = stretch(8), stretch(8)
         before = off.text()
@@ -90,8 +88,8 @@ def test_forced_and_off(mode: str) -> None:
 
 
 def test_ranks_compare_a_rewritten_graph_that_overlaps_nothing() -> None:
-    """After the rewrite, a graph exchanges other data than its plain program does, even if no site is overlapped. So
-    ranks must compare plans: another rank may have left its graph as written."""
+    """A rewritten graph exchanges other data than its plain program, even if no site is overlapped. So ranks must
+    compare plans."""
     with fake_group(2):
         made, written = stretch(8), stretch(8)
         made.divide()
@@ -153,8 +151,8 @@ def test_a_failed_rewrite_leaves_the_graph_as_written(
 
 
 def test_a_rewrite_that_fails_at_the_graph_itself_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rewrite is applied first to a copy of the graph, for the estimate, and then to the graph itself. In this
-    test, only the second application fails."""
+    """The rewrite is applied first to a copy, for the estimate, then to the graph. Here only the second application
+    fails."""
     written: list[RowWriter] = []
     original = RowWriter._gather
 
@@ -182,8 +180,7 @@ def _report(**fields: Any) -> OverlapReport:
 
 
 def test_the_whole_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rewrite runs as part of a compile. Sites name the stretch that they come from. If the rewrite fails, the
-    graph's report holds the failure."""
+    """Sites name the stretch that they come from. If the rewrite fails, the report holds the failure."""
     report = _report(sequence_parallel="on")
     (facts,) = report.stretches
     assert facts.status == "rewritten" and {s.facts.derived_from for s in report.sites} == {facts.id}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-parallel rewrite of layers that are written as in common frameworks. One test compares the graphs
-with golden files. Another test compares the reports and graphs of the first rank with those of the last rank."""
+"""The sequence-parallel rewrite of layers that are written as in common frameworks, against golden files and between
+ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ ON_RANKS = [
 ]
 """``(number of ranks, block)``. The block's reports and graphs are compared between the first and the last rank."""
 REPEATED = [(2, "llama trained"), (2, "positions"), (2, "uneven"), (3, "llama"), (8, "llama trained"), (8, "dynamic")]
-"""``make test`` compares the golden files with the last of 2 ranks. ``make test-thorough`` then compares it with the
-first."""
+"""``make test`` compares the golden files with the last of 2 ranks, and ``make test-thorough`` also with the first."""
 
 
 def reports(name: str, world_size: int, rank: int = 0) -> list[OverlapReport]:
@@ -75,8 +74,7 @@ def test_golden(name: str) -> None:
     [pytest.param(*key, marks=[pytest.mark.thorough] * (key in REPEATED)) for key in ON_RANKS],
 )
 def test_the_first_and_the_last_rank_have_one_text(world_size: int, name: str) -> None:
-    """A graph must not contain the rank's number. Otherwise ranks would compile different code, miss each other's
-    caches, or hang."""
+    """A graph must not hold the rank's number. Otherwise ranks would compile different code, or hang."""
     found = [reports(name, world_size, rank) for rank in (0, world_size - 1)]
     first, last = ([r.to_json(graphs=True) for r in of_rank] for of_rank in found)
     assert first == last and all(s.status == "rewritten" for r in found[0] for s in r.stretches)

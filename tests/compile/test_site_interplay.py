@@ -23,7 +23,7 @@ from tests.support.spellings import world
 
 
 def reach(made: HandGraph) -> None:
-    """Assert that the graph's output, or an op that exchanges data, depends on every aten op and every collective."""
+    """Assert that the output, or an op that exchanges data, depends on every aten op and every collective."""
     wanted, pending = set(), [n for n in made.graph.nodes if n.op == "output" or "exchange_" in str(n.target)]
     while pending:
         node = pending.pop()
@@ -39,8 +39,8 @@ def reach(made: HandGraph) -> None:
 
 
 def test_a_site_that_feeds_another() -> None:
-    """In a sequence-parallel MLP, the second site must read the pieces of the first site's result. A whole matmul
-    between the two sites would hide no transfer."""
+    """The second site must read the pieces of the first site's result. A whole matmul between them would hide no
+    transfer."""
     with fake_group(2):
         made = HandGraph()
         first = made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w"))
@@ -54,9 +54,8 @@ def test_a_site_that_feeds_another() -> None:
 
 @pytest.mark.parametrize("kind", ["operand", "external", "weight"])
 def test_a_site_that_reads_a_reduced_tensor(kind: str) -> None:
-    """The first site's result is an operand, a summand or the weight of the second site. When the second site is
-    rewritten, the wait of the first site's collective has already been removed. So the second site must read the
-    result that replaces this wait."""
+    """The first site's result is an operand, a summand or the weight of the second site. The second site must read the
+    result that replaces the first collective's wait."""
     with fake_group(2):
         made = HandGraph()
         reduced = made.reduce(made.mm(made.input(4, 16), made.input(16, 16, name="w")))
@@ -73,8 +72,7 @@ def test_a_site_that_reads_a_reduced_tensor(kind: str) -> None:
 
 
 def test_merged_all_reduces_leave_nothing_behind() -> None:
-    """The old sum must be removed. Otherwise it would keep the waits, the waits would keep the all-reduces, and the
-    all-reduces would keep the whole matmuls: twice the work and the traffic."""
+    """The old sum must be removed. Otherwise it would keep the all-reduces and the whole matmuls: twice the work."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 16)
@@ -87,8 +85,8 @@ def test_merged_all_reduces_leave_nothing_behind() -> None:
 
 
 def test_vector_along_another_dim() -> None:
-    """A vector that is applied after a permute or a view runs along the matmul's rows, or along parts of its columns.
-    If the pass applied it along whole columns, results would be wrong. So the pass finds no site."""
+    """After a permute or a view, a vector does not run along whole columns of the matmul's result. So there is no
+    site."""
     with fake_group(2):
         made = HandGraph()
         y = made.call(aten.permute.default, made.mm(made.input(8, 4), made.input(4, 8, name="w")), [1, 0])
@@ -106,8 +104,8 @@ def test_vector_along_another_dim() -> None:
 
 
 def test_a_scale_with_one_dim_keeps_its_promotion() -> None:
-    """bf16 times fp32[1] is fp32, so the collective moves fp32. Pieces in bf16 would have half the bytes that the
-    peer expects."""
+    """bf16 times fp32[1] is fp32, so the pieces must be fp32. In bf16, they would have half the bytes that the peer
+    expects."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(4, 16, dtype=torch.bfloat16), made.input(16, 8, dtype=torch.bfloat16, name="w"))
@@ -118,8 +116,8 @@ def test_a_scale_with_one_dim_keeps_its_promotion() -> None:
 
 
 def test_written_in_place_between_site_and_epilogue() -> None:
-    """The bias is overwritten after the matmul and before it is added. An epilogue that moves up would read the old
-    bias. So the site is left as written."""
+    """The bias is overwritten between the matmul and the addition. An epilogue would read the old bias, so the site
+    stays as written."""
     with fake_group(2):
         made = HandGraph()
         bias, newer = made.input(8, name="b"), made.input(8, name="n")
@@ -140,8 +138,7 @@ def test_scale_computed_from_the_gathered_tensor() -> None:
 
 
 def test_size_of_the_result_is_used_after_it() -> None:
-    """The epilogue reads a symbolic size of the matmul's output. The pieces need this size before the whole output
-    exists. The site must still be overlapped."""
+    """The epilogue reads a symbolic size of the matmul's output. The pieces need this size before the output exists."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.gather(made.input(4, 16, dynamic=(0,))), made.input(16, 8, name="w"))
@@ -152,8 +149,8 @@ def test_size_of_the_result_is_used_after_it() -> None:
 
 
 def test_dynamic_gated_mlp_of_a_sequence() -> None:
-    """Views of the gathered tensor read its sizes. The pieces do not need these sizes, so the nodes that compute the
-    sizes stay where they are."""
+    """Views of the gathered tensor read its sizes. The pieces do not need these sizes, so the size nodes do not
+    move."""
 
     def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = all_gather(x, 1, world())
@@ -169,8 +166,7 @@ def test_dynamic_gated_mlp_of_a_sequence() -> None:
 
 
 def test_broadcast_that_adds_a_dim() -> None:
-    """A pointwise op with an operand of more dims gives a result of more dims. The result's layout must have as many
-    dims as the result. Otherwise the finder would raise an error."""
+    """A pointwise op with an operand of more dims gives a result of more dims. The finder must not raise an error."""
     with fake_group(2):
         made = HandGraph()
         scaled = made.call(aten.mul.Tensor, made.gather(made.input(4, 8)), made.input(1, 1, 1, name="s"))
@@ -195,8 +191,7 @@ def test_broadcast_that_adds_a_dim() -> None:
     ],
 )
 def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
-    """A looping op would compute a wrong result for these sites, and the budget is too small to unroll them. So the
-    sites are refused."""
+    """A looping op would compute wrong results for these sites, and the budget is too small to unroll them."""
     with fake_group(2):
         made = HandGraph()
         x, w, b = made.input(8, 16), made.input(16, 8, name="w"), made.input(8, name="bias")
@@ -226,7 +221,7 @@ def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
 
 def test_an_output_gathered_in_another_order() -> None:
     """A transposed result is gathered in another order than the matmul computes it. So a band of the matmul's rows is
-    not a contiguous part of the gathered tensor."""
+    not contiguous in the gathered tensor."""
     with fake_group(2):
         made = HandGraph()
         y = made.call(aten.permute.default, made.mm(made.input(8, 16), made.input(16, 8, name="w")), [1, 0])
@@ -235,8 +230,7 @@ def test_an_output_gathered_in_another_order() -> None:
 
 
 def test_a_gathers_matmul_stays_with_its_gather_if_it_is_added_to_another_one() -> None:
-    """Both the gather and the reduction are overlapped. The product of the gather's matmul is the bias of the
-    reduction's matmul."""
+    """The product of the gather's matmul is the bias of the reduction's matmul. Both sites are overlapped."""
     with fake_group(2) as group:
 
         def layer(x: torch.Tensor, a: torch.Tensor, y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -251,8 +245,7 @@ def of_sites(made: HandGraph) -> list[tuple[str, int, str]]:
 
 
 def test_a_gathers_matmul_stays_with_its_gather_if_the_sum_is_an_add() -> None:
-    """The sum is an ``add`` node, as when ``mm_plus_mm`` was split into two matmuls and a sum. A pointwise op is
-    between the gather's matmul and the sum."""
+    """The sum is an ``add`` node, with a pointwise op between the gather's matmul and the sum."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.mm(made.gather(made.input(4, 6)), made.input(6, 6, name="a"))
@@ -265,7 +258,7 @@ def test_a_gathers_matmul_stays_with_its_gather_if_the_sum_is_an_add() -> None:
 
 
 def test_a_gathers_matmul_stays_with_its_gather_if_the_reduction_begins_earlier() -> None:
-    """A sum of all-reduces is one site. The finder meets this site at its first all-reduce, before the gather."""
+    """A sum of all-reduces is one site. The finder meets its first all-reduce before the gather."""
     with fake_group(2):
         made = HandGraph()
         first = made.reduce(made.mm(made.input(8, 6), made.input(6, 6, name="a")))
@@ -326,8 +319,7 @@ def test_both_terms_of_a_sum_are_overlapped_in_either_order(kind: str, order: st
 
 
 def test_the_matmul_of_a_kept_gather_is_not_a_term_if_it_is_read_elsewhere() -> None:
-    """The reduction takes only its own matmul. It adds the gather's product as a whole tensor, as it does if the gather
-    is overlapped."""
+    """The reduction takes only its own matmul, and adds the gather's product as a whole tensor."""
     with fake_group(2):
         made = HandGraph()
         product = made.mm(made.gather(made.input(4, 6)), made.input(6, 6, name="a"))
@@ -338,9 +330,8 @@ def test_the_matmul_of_a_kept_gather_is_not_a_term_if_it_is_read_elsewhere() -> 
 
 @pytest.mark.parametrize("kind", ["at the same place", "before the other's matmul"])
 def test_two_gathers_that_sink(kind: str) -> None:
-    """The second site's matmul reads a tensor that is computed from the first gathered tensor, or computes an operand
-    of the first site's matmul. Each gather moves down to its matmul, and other nodes move with it. The site's steps
-    must be written after these nodes."""
+    """The second site's matmul reads a tensor computed from the first gathered tensor, or computes an operand of the
+    first site. A site's steps must come after the nodes that move down with its gather."""
     with fake_group(2):
         made = HandGraph()
         first, second = made.gather(made.input(4, 8)), made.gather(made.input(4, 8, name="z"))
@@ -368,9 +359,9 @@ def test_a_site_is_refused_if_its_operand_sinks_below_it() -> None:
 
 
 def test_a_site_is_refused_if_a_node_that_moves_up_reads_one_that_moves_down() -> None:
-    """The first gather's matmul needs the result of a reduction, so the first gather moves down below the second one.
-    An operand of the second site is computed from the first gathered tensor, so that operand cannot be moved up. A
-    check must refuse the second site before its rewrite begins, so that no rewrite fails."""
+    """The first gather needs the result of a reduction, so it moves down below the second gather. The second site's
+    operand depends on the first gathered tensor, so it cannot move up. The second site must be refused before its
+    rewrite."""
     with fake_group(2):
         made = HandGraph()
         first, reduced, second = (
@@ -391,7 +382,7 @@ def test_a_site_is_refused_if_a_node_that_moves_up_reads_one_that_moves_down() -
 @pytest.mark.parametrize("kind", ["its operand, too", "twice", "an unbacked size"])
 def test_a_bias_that_is_not_a_term(kind: str) -> None:
     """A product that is read twice is not a term of the sum, because it would be computed more than once. An unbacked
-    size in the bias's matmul is not a reason to refuse the site."""
+    size in the bias is no reason to refuse the site."""
     with fake_group(2):
         made = HandGraph()
         x, a, b = made.input(8, 6), made.input(6, 6, name="a"), made.input(6, 6, name="b")
@@ -413,8 +404,7 @@ def test_a_bias_that_is_not_a_term(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gather", "reduce", "scatter"])
 @pytest.mark.parametrize("batch", [4, None], ids=["bmm", "mm"])
 def test_a_column_and_a_row_of_the_same_layout_are_not_two_terms(kind: str, batch: int | None) -> None:
-    """One product is ``[4, 1]``, the other ``[1, 4]``. Their layouts differ only in the place of the dim of size 1. If
-    both were terms of one sum, the sum of their pieces would broadcast to ``[4, 4]``."""
+    """The products are ``[4, 1]`` and ``[1, 4]``. As terms of one sum, their pieces would broadcast to ``[4, 4]``."""
     with fake_group(2):
         made = HandGraph()
         lead = [] if batch is None else [batch]
@@ -427,9 +417,8 @@ def test_a_column_and_a_row_of_the_same_layout_are_not_two_terms(kind: str, batc
 
 
 def test_sizes_that_have_two_forms() -> None:
-    """In ``layer``, the batch and the sequence length are dynamic, so the same number of rows may be written as a
-    product or as a sum of products. In ``mean``, a guard fixes the number of scattered rows to 1. Both sites must
-    still be overlapped."""
+    """In ``layer``, the number of rows may be written as a product or as a sum of products. In ``mean``, a guard fixes
+    the number of scattered rows to 1. Both sites must be overlapped."""
 
     def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return all_gather(torch.cat([x, x], 1), 2, world()) @ w
@@ -450,8 +439,8 @@ def test_sizes_that_have_two_forms() -> None:
 
 
 def test_pieces_of_a_transposed_gathered_tensor_are_not_shards() -> None:
-    """The transposed gathered tensor is split along the dim that was not gathered, into as many pieces as there are
-    ranks. So the pieces are not shards. The report gives a reason for this gather, and the pass does not fail."""
+    """The gathered tensor is transposed and split along a dim that was not gathered. So its pieces are not shards,
+    though there are as many pieces as ranks."""
     with fake_group(2):
         made = HandGraph()
         turned = made.call(aten.permute.default, made.gather(made.input(4, 6)), [1, 0])
@@ -462,8 +451,8 @@ def test_pieces_of_a_transposed_gathered_tensor_are_not_shards() -> None:
 
 
 def test_a_gather_that_sinks_does_not_move_a_node_that_it_replaces() -> None:
-    """A random program led to this test. In its graph, one tensor is gathered along an inner dim and also reduced, and
-    the two results are multiplied. The wait of the reduction comes after that of the gather."""
+    """From a random program: one tensor is gathered along an inner dim and also reduced, and the two results are
+    multiplied. The reduction's wait comes after the gather's."""
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         reduced, gathered = all_reduce(x, "max", dist.group.WORLD), all_gather(x, 2, dist.group.WORLD)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites of schedules ``small_message``, ``chunked`` and ``wave_groups`` in the graph: when each schedule is chosen,
-which op is written, and which sites are refused."""
+"""Sites of schedules ``small_message``, ``chunked`` and ``wave_groups`` in the graph: choice, op and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ prims = torch.ops.prims
 
 @pytest.fixture(autouse=True)
 def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that ranks reach each other's memory, as GPUs of one machine do, and that kernels can run."""
+    """Pretend that ranks reach each other's memory and that kernels can run."""
     monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
     monkeypatch.setattr(symmetric, "why_no_kernels", lambda device: None)
 
@@ -79,8 +78,8 @@ def test_a_norm_is_written_with_its_all_reduce() -> None:
 
 
 def test_a_matmul_does_not_move_after_a_write_to_its_operand() -> None:
-    """The op with the norm would stand at the add, after the write, so its matmul would read the overwritten operand.
-    So the pass uses the op without the norm."""
+    """The op with the norm would stand at the add, after the write, and would read the overwritten operand. So the pass
+    uses the op without the norm."""
 
     def overwritten(made: HandGraph) -> None:
         x, other = next(n for n in made.graph.nodes if n.name == "x"), made.input(6, 16, name="y", dtype=BF16)
@@ -96,7 +95,7 @@ def test_a_matmul_does_not_move_after_a_write_to_its_operand() -> None:
 
 
 def test_two_all_reduces_before_one_norm_are_overlapped_without_it() -> None:
-    """The all-reduces belong to two groups, so they are two sites, and neither takes the norm."""
+    """The all-reduces belong to two groups, so they are two sites. Neither takes the norm."""
     with fake_group(2) as first:
         second = dist.new_group([0, 1])
         made = HandGraph()
@@ -164,8 +163,8 @@ def test_a_site_that_a_schedule_does_not_support_is_refused_with_a_reason(
 def test_auto_takes_groups_of_waves_if_peers_are_out_of_reach(
     monkeypatch: pytest.MonkeyPatch, pattern: str, schedule: str
 ) -> None:
-    """``auto`` must not choose the ring, which was slower than the plain graph in measurements. Schedule
-    ``wave_groups`` does not compute gathers, so a gather is kept."""
+    """``auto`` must not choose the ring, which was measured to be slower than the plain graph. ``wave_groups`` computes
+    no gathers, so a gather is kept."""
     monkeypatch.setattr(
         symmetric, "why_no_symmetric_memory", lambda ranks, device: "this GPU cannot reach the memory of GPUs (1,)"
     )
@@ -183,8 +182,8 @@ def test_auto_takes_groups_of_waves_if_peers_are_out_of_reach(
 
 
 def test_peers_are_out_of_reach_only_within_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check ignores ranks on other machines, because it does not know the link between machines. If NVLink joins
-    four GPUs in pairs, the peers in a group of one pair are within reach."""
+    """The check ignores ranks on other machines. If NVLink joins four GPUs in pairs, the peers within a pair are within
+    reach."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
     symmetric._all_cut_off.cache_clear()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spellings of a site that a training graph or a graph built by hand holds. ``test_golden`` checks the other
-spellings."""
+"""Spellings of a site in training graphs and in graphs built by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def test_backward_of_a_column_wise_layer() -> None:
 
 
 def test_unbacked_token_count_is_found_and_refused() -> None:
-    """A gather whose size is only known at run time must be a site that a check refuses, and not a near miss."""
+    """A gather whose size is only known at run time must be a refused site, not a near miss."""
     with fake_group(2):
         made = HandGraph()
         report = made.output(made.mm(made.gather(made.unbacked_input(16)), made.input(16, 8, name="w"))).run()

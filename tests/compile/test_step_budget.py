@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The budget of unrolled steps: which sites are unrolled, which become looping ops, and the size of the graph."""
+"""The budget of unrolled steps: which sites are unrolled, which become looping ops, and how large the graph gets."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from tests.support.hand_graph import aten
 
 BUDGET = 3000
 OP_NODES = 10
-"""The number of nodes that one looping op adds: the op itself, its views, its results and its token."""
+"""The most nodes that one looping op adds: the op, its views, results and token."""
 
 
 def backward(layers: int) -> HandGraph:
-    """Layers of a backward graph. Each gathers a gradient, computes dgrad and wgrad with it, and scatters the next
-    layer's gradient."""
+    """A backward graph. Each layer gathers a gradient, computes dgrad and wgrad, and scatters the next gradient."""
     made = HandGraph()
     gradient = made.input(4, 16, name="g")
     saved = [
@@ -49,8 +48,7 @@ def unrolled(report: OverlapReport) -> list[bool]:
     ("world_size", "layers"), [(8, 80), pytest.param(64, 80, marks=pytest.mark.thorough), (1024, 80)]
 )
 def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> None:
-    """A site whose steps do not fit the budget is still overlapped, and the graph does not grow with the number of
-    ranks."""
+    """A site that does not fit the budget is still overlapped. The graph does not grow with the number of ranks."""
     with fake_group(world_size, 1):
         made = backward(layers)
         before = len(made.graph.nodes)
@@ -64,8 +62,7 @@ def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> N
     assert added <= BUDGET + OP_NODES * 2 * layers
     chosen = unrolled(report)
     assert any(chosen) == (world_size < 1024) and not all(chosen)
-    # After the first gather that does not fit the budget, no gather is unrolled. The rest of the budget may still
-    # suffice for a smaller site, a scatter.
+    # After a gather that does not fit, no later gather is unrolled. The rest may still suffice for a scatter.
     gathers = chosen[::2]
     assert gathers == sorted(gathers, reverse=True)
     assert report.after.count("overlap_inductor.all_gather_matmul.default(") == gathers.count(False)
@@ -73,7 +70,7 @@ def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> N
 
 
 def calls_of_the_pass(world_size: int) -> int:
-    """The number of function calls that the pass makes on a graph whose sites all become looping ops."""
+    """The number of function calls of the pass on a graph whose sites all become looping ops."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -98,7 +95,7 @@ def test_the_pass_takes_no_longer_in_a_larger_group() -> None:
 
 
 def looked_at(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The number of nodes that the finder visits on its walks: users of gathers, and candidates for an epilogue."""
+    """The number of nodes that the finder visits on its walks."""
     seen: list[object] = []
     walk = tools.walk
 
@@ -113,15 +110,13 @@ def looked_at(layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_the_finders_visits_grow_linearly_with_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of visited nodes must grow linearly with the number of layers. (In an earlier version, the finder
-    followed each gather to the end of the graph, and took three seconds for 80 layers.)"""
+    """A finder that follows each gather to the end of the graph would visit a quadratic number of nodes."""
     assert looked_at(40, monkeypatch) == 2 * looked_at(20, monkeypatch) > 0
 
 
 @pytest.mark.parametrize("layers", [10, 40])
 def test_a_graphs_collectives_are_read_once(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph of this test has sums of all-reduces. (In an earlier version, the graph's collectives were read once
-    for each term of a sum, and 160 sites took two seconds.)"""
+    """The graph has sums of all-reduces. Its collectives must not be read again for each term."""
     read = []
     find = collectives.find_collectives
     monkeypatch.setattr(collectives, "find_collectives", lambda graph: read.append(1) or find(graph))
@@ -145,9 +140,8 @@ def test_ranks_unroll_the_same_sites() -> None:
 
 
 def with_pointwise_ops(count: int, loopable: bool, budget: int) -> OverlapReport:
-    """A graph with ``count`` pointwise ops after its matmul. With ``loopable``, the matmul follows a gather, and a
-    looping op can compute the ops. Otherwise the ops stand before a scatter, and no looping op can compute
-    them."""
+    """A graph with ``count`` pointwise ops after its matmul. With ``loopable``, a looping op can compute these ops.
+    Otherwise they stand before a scatter, and no looping op can compute them."""
     with fake_group(4):
         made = HandGraph()
         x, w = made.input(4 if loopable else 16, 16), made.input(16, 8, name="w")
@@ -158,15 +152,15 @@ def with_pointwise_ops(count: int, loopable: bool, budget: int) -> OverlapReport
 
 
 def test_ranks_with_unlike_epilogues_exchange_the_same() -> None:
-    """A site with 7 pointwise ops is unrolled. A site with 8 becomes a looping op. Both move the same bytes in the same
-    order, so the ranks agree and both overlap (``test_different_node_budgets_exchange_the_same`` runs such ranks)."""
+    """A site with 7 pointwise ops is unrolled. A site with 8 becomes a looping op. Both move equal bytes in one order,
+    so the ranks agree."""
     seven, eight = (with_pointwise_ops(n, loopable=True, budget=100) for n in (7, 8))
     assert (unrolled(seven), unrolled(eight)) == ([True], [False])
     assert seven.plan_hash == eight.plan_hash != ""
 
 
 def test_ranks_of_which_one_refuses_a_site_do_not_agree() -> None:
-    """The ranks' plans have different hashes. So the ranks find the difference and run the graph without overlap."""
+    """The plans' hashes differ, so the ranks run the graph without overlap."""
     seven, eight = (with_pointwise_ops(n, loopable=False, budget=200) for n in (7, 8))
     assert [f[2] for f in facts(seven)] == ["overlapped"]
     assert [(f[2], s.decision.reasons[0].code) for f, s in zip(facts(eight), eight.sites)] == [
@@ -177,7 +171,7 @@ def test_ranks_of_which_one_refuses_a_site_do_not_agree() -> None:
 
 @pytest.mark.parametrize("budget", [220, 4000])
 def test_a_site_without_a_looping_op_gets_its_budget_first(budget: int) -> None:
-    """If sites that can become looping ops took the budget first, the site that cannot become one would be refused."""
+    """If other sites took the budget first, the site that cannot become a looping op would be refused."""
     with fake_group(4):
         made = HandGraph()
         outs = [
@@ -194,7 +188,7 @@ def test_a_site_without_a_looping_op_gets_its_budget_first(budget: int) -> None:
 
 
 def test_dgrad_and_wgrad_in_one_looping_op() -> None:
-    """There is one ring for all matmuls, and the op also returns the gathered tensor for another reader."""
+    """One ring serves all matmuls. The op also returns the gathered tensor for another reader."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather(made.input(4, 16))
@@ -208,9 +202,8 @@ def test_dgrad_and_wgrad_in_one_looping_op() -> None:
 
 
 def test_a_dynamic_token_count_can_be_compared_if_tokens_are_contracted() -> None:
-    """At run time, the op compares a shard's number of rows with the token count from which overlap pays. In a wgrad,
-    these rows are tokens. If the collective gathers columns and the matmul contracts them, the rows are not tokens. The
-    site is then kept."""
+    """The op compares a shard's rows with the token count from which overlap pays. In a wgrad, these rows are tokens.
+    Gathered columns that are contracted are not tokens, so the site is kept."""
     with fake_group(2):
         for transposed, status in ((True, "overlapped"), (False, "kept")):
             made = HandGraph()
@@ -231,8 +224,8 @@ def test_a_dynamic_token_count_can_be_compared_if_tokens_are_contracted() -> Non
     [("activation", "overlapped"), ("narrowed", "overlapped"), ("widened", "refused"), ("read elsewhere", "refused")],
 )
 def test_pointwise_ops_before_the_matmul_are_computed_on_shards(kind: str, status: str) -> None:
-    """The ring gathers the result of these ops instead of their input. So the result must not have more bytes than the
-    input, and no other node may read that result."""
+    """The ring gathers the result of these ops. So the result must not have more bytes than the input, and no other
+    node may read it."""
     convert = torch.ops.prims.convert_element_type.default
     with fake_group(2):
         made = HandGraph()
@@ -264,8 +257,8 @@ def test_pointwise_ops_before_the_matmul_are_computed_on_shards(kind: str, statu
     ],
 )
 def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status: str) -> None:
-    """Looping reductions can compute a sum in the form that Inductor gives it: one matmul is the bias of the other.
-    They also compute the addition of one row, and one change of dtype. No term may be left out."""
+    """A looping reduction computes a matmul that is the bias of another, the addition of one row, and one change of
+    dtype."""
 
     def convert(x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         return made.call(torch.ops.prims.convert_element_type.default, x, dtype)
@@ -288,8 +281,7 @@ def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status:
         report = made.output(made.scatter(terms[kind]()), *([y] if "elsewhere" in kind else [])).run(step_node_budget=1)
     assert [f[2] for f in facts(report)] == [status] and report.notices == []
     if "another result" in kind:
-        # Both matmuls are computed in pieces. But if ``y`` is read elsewhere, its matmul stays whole, and pieces of
-        # ``y`` are added.
+        # If ``y`` is read elsewhere, its matmul stays whole, and pieces of ``y`` are added.
         operands, bias = (
             ("[x, x], [v, w], [None, None]", False)
             if kind == "another result added"
@@ -304,8 +296,8 @@ def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status:
 
 
 def test_the_report_gives_the_sub_chunks_of_a_looping_op() -> None:
-    """Each shard is multiplied transposed, so sub-chunks would split the contracted dim. The report gives the number
-    that the op takes (1), and not that of the switch."""
+    """Each shard is multiplied transposed, so sub-chunks would split the contracted dim. The report gives the op's
+    number (1), not that of the switch."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.view(made.gather(made.input(4, 6)), 2, 4, 6)

@@ -26,8 +26,8 @@ from tests.support.structures import GatherTokens
 
 
 def test_one_gather_feeds_matmuls_of_several_kinds_and_roles() -> None:
-    """All matmuls that read the gathered tensor belong to one site, whatever their kind and role. If one matmul stayed
-    outside the site, the tensor would be gathered twice, or that matmul would wait for the end of the ring."""
+    """All matmuls that read the gathered tensor belong to one site. Otherwise the tensor would be gathered twice, or a
+    matmul would wait for the end of the ring."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 16)
@@ -57,8 +57,7 @@ def test_one_gather_feeds_matmuls_of_several_kinds_and_roles() -> None:
     ids=["left M", "left K", "right K", "right N"],
 )
 def test_gathered_on_either_side(role: str, left: tuple[int, ...], dim: int) -> None:
-    """The test checks the role of the gathered dim. With a wrong role, pieces would go to the wrong rows, or would not
-    be added up."""
+    """A wrong role of the gathered dim would put pieces into wrong rows, or would not add them up."""
     with fake_group(2):
         made = HandGraph()
         x = made.call(aten.relu.default, made.input(4, 16))
@@ -74,8 +73,7 @@ def test_gathered_on_either_side(role: str, left: tuple[int, ...], dim: int) -> 
 
 
 def test_gathered_tensor_is_used_elsewhere_too() -> None:
-    """The other reader must read the ring's own buffer after the last hop, and not the result of a second
-    all-gather."""
+    """The other reader must read the ring's buffer after the last hop. There must be no second all-gather."""
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = all_gather(x, 0, world())
@@ -93,8 +91,7 @@ def test_gathered_tensor_is_used_elsewhere_too() -> None:
 
 
 def test_gathered_tensor_saved_for_backward() -> None:
-    """wgrad needs the gathered activation. The site must be found although this tensor is saved, and
-    the collective must not stay in the graph."""
+    """wgrad needs the gathered activation. The site must be found, and the collective must not stay in the graph."""
     with fake_group(2):
         x, w = torch.randn(4, 16, requires_grad=True), torch.randn(16, 8, requires_grad=True)
         forward, backward = reports_of(lambda x, w: (GatherTokens.apply(x).relu() @ w).relu(), x, w)
@@ -104,7 +101,7 @@ def test_gathered_tensor_saved_for_backward() -> None:
 
 
 def test_input_of_the_collective_is_an_output() -> None:
-    """The collective's input is read elsewhere, too. A gather is still overlapped, but a reduction is refused."""
+    """If the collective's input is read elsewhere, a gather is overlapped and a reduction is refused."""
     gather = traced(lambda x, w: ((y := x.relu()), all_gather(y, 0, world()) @ w), (4, 16), (16, 8))
     assert facts(gather) == [("all_gather_matmul", ["mm M"], "overlapped")]
     reduction = traced(lambda x, w: ((y := x @ w), all_reduce(y, "sum", world())), (4, 16), (16, 8))
@@ -118,7 +115,7 @@ def test_input_of_the_collective_is_an_output() -> None:
 
 
 def test_sum_of_matmuls_into_one_scatter() -> None:
-    """Every term must be cut into slices. Otherwise a whole term would be added to a slice of another term."""
+    """Every term must be cut into slices. Otherwise a whole term would be added to a slice."""
     with fake_group(2):
         made = HandGraph()
         x, y = made.input(4, 16), made.input(4, 32, name="y")
@@ -129,8 +126,8 @@ def test_sum_of_matmuls_into_one_scatter() -> None:
 
 
 def test_two_all_reduces_added_are_one() -> None:
-    """All-reduces are linear, so one all-reduce of a sum can replace a sum of all-reduces. If one term is also used
-    elsewhere, each all-reduce stays a site of its own."""
+    """One all-reduce of a sum replaces a sum of all-reduces. If a term is also read elsewhere, each all-reduce stays a
+    site."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return all_reduce(x @ w, "sum", world()) + all_reduce(x @ v, "sum", world())
@@ -165,7 +162,7 @@ def test_two_all_reduces_added_are_one() -> None:
 
 
 def test_all_reduces_of_other_kinds_are_not_merged() -> None:
-    """An all-reduce that sums and an all-reduce that averages stay two sites, although their results are added."""
+    """A sum and an average over ranks stay two sites, although their results are added."""
     report = traced(
         lambda x, w, v: all_reduce(x @ w, "sum", world()) + all_reduce(x @ v, "avg", world()), (4, 16), (16, 8), (16, 8)
     )
@@ -183,8 +180,8 @@ def test_sharded_head(dim: int) -> None:
 
 
 def test_sharded_head_whose_logits_a_later_matmul_reads() -> None:
-    """The later matmul reads the logits through an op that does not commute with the gather. The finder must
-    also look at the matmul before the gather, and not stop at the later one."""
+    """The later matmul reads the logits through an op that does not commute with the gather. The finder must also look
+    before the gather."""
     report = traced(lambda x, w, v: torch.cumsum(all_gather(x @ w, 0, world()), 0) @ v, (4, 16), (16, 8), (8, 4))
     assert facts(report) == [("matmul_all_gather", ["mm M"], "overlapped")] and report.near_misses == []
 
@@ -193,8 +190,7 @@ def test_sharded_head_whose_logits_a_later_matmul_reads() -> None:
 
 
 def test_ops_that_commute_after_a_gather_are_part_of_the_site() -> None:
-    """Cast, scale and activation are applied to each piece. If such an op prevented a site, most sites of real models
-    would be lost."""
+    """Cast, scale and activation are applied to each piece. Real models have such ops at most sites."""
     report = traced(
         lambda x, w, s: (all_gather(x, 0, world()) * s).relu().double() @ w.double(), (4, 16), (16, 8), (1,)
     )
@@ -212,9 +208,8 @@ def test_ops_that_commute_before_a_reduction_are_part_of_the_site() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_softmax_between_is_a_near_miss(dim: int) -> None:
-    """A softmax over the rows of all ranks cannot be computed on pieces. The report must say ``op_between``, not
-    ``no_matmul``. A softmax over columns treats each row by itself, so after a gather it is part of a site. Before an
-    all-reduce, any softmax is a near miss, because it is not linear and cannot be applied to partial sums."""
+    """The report must say ``op_between``, not ``no_matmul``. After a gather, a softmax over columns is part of a site:
+    it treats each row by itself. Before an all-reduce, a softmax is never part of a site, because it is not linear."""
     after = traced(lambda x, w: torch.softmax(all_gather(x, 0, world()), dim) @ w, (4, 16), (16, 8))
     before = traced(lambda x, w: all_reduce(torch.softmax(x @ w, dim), "sum", world()), (4, 16), (16, 8))
     for report in (after, before)[dim:]:
@@ -223,14 +218,12 @@ def test_softmax_between_is_a_near_miss(dim: int) -> None:
 
 
 def test_collective_alone() -> None:
-    """A collective without a matmul cannot be hidden. It is a near miss, and the graph stays unchanged."""
     report = traced(lambda x: all_reduce(x, "sum", world()) * 2, (4, 16))
     assert facts(report) == [] and codes(report) == ["no_matmul"] and report.before == report.after
 
 
 def test_weight_gather_is_overlapped_if_nothing_else_hides_it() -> None:
-    """FSDP's gather stands where the weight is used. Inductor has settings that move such a gather to an earlier place,
-    but none of these settings is on by default. So the gather is overlapped."""
+    """By default, Inductor does not move FSDP's gather away from the use of the weight. So the gather is overlapped."""
     module = GatheredWeight(8, 8)
     report = traced(lambda x: x.bfloat16() @ all_gather(module.weight.bfloat16(), 0, world()), (4, 16))
     assert facts(report) == [("all_gather_matmul", ["mm K"], "overlapped")] and codes(report) == []
@@ -238,8 +231,8 @@ def test_weight_gather_is_overlapped_if_nothing_else_hides_it() -> None:
 
 @inductor_config.patch(reorder_for_compute_comm_overlap=True)
 def test_weight_gather_is_left_to_prefetching() -> None:
-    """If a setting of Inductor moves FSDP's gathers under earlier work, the pass leaves these gathers to Inductor.
-    The pass also recognises these gathers if a cast is between the weight and the gather."""
+    """If Inductor moves FSDP's gathers under earlier work, the pass leaves them to Inductor. A cast between weight and
+    gather does not change this."""
 
     module = GatheredWeight(8, 8)
     report = traced(lambda x: x.bfloat16() @ all_gather(module.weight.bfloat16(), 0, world()), (4, 16))
@@ -249,8 +242,8 @@ def test_weight_gather_is_left_to_prefetching() -> None:
 @inductor_config.patch(reorder_for_compute_comm_overlap=True)
 @pytest.mark.parametrize("trained", [False, True])
 def test_parameters_are_distinguished_from_activations(trained: bool) -> None:
-    """The activation is an input of the graph and the right operand of a matmul, as an FSDP weight is. The finder must
-    not take this activation for an FSDP weight."""
+    """The activation is an input of the graph and a right operand, as an FSDP weight is. The finder must not take the
+    activation for a weight."""
     module = GatheredWeight(8, 8)
 
     def fn(x: torch.Tensor, y: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -263,7 +256,7 @@ def test_parameters_are_distinguished_from_activations(trained: bool) -> None:
 
 def test_operand_behind_another_collective() -> None:
     """With full activation checkpointing, the backward gathers the gradient, then recomputes the operand of wgrad from
-    another gather, and then uses both. If such sites were refused, a third of the backward sites would be lost."""
+    another gather. Both must be overlapped."""
     with fake_group(2):
         made = HandGraph()
         gradient = made.gather(made.input(4, 16, name="g"))
@@ -280,8 +273,8 @@ def test_operand_behind_another_collective() -> None:
 
 
 def test_an_op_that_sinks_with_a_gather_and_is_read_elsewhere() -> None:
-    """A gather moves down to its matmuls. An op stands between gather and matmul, and another node also reads the op's
-    result. The op must move down with the gather, because the op reads the buffer of the gather's steps."""
+    """A gather moves down to its matmuls. An op between them is also read elsewhere. It must move down too, because it
+    reads the buffer of the steps."""
     with fake_group(2):
         made = HandGraph()
         gradient = made.call(aten.relu.default, made.gather(made.input(4, 16, name="g")))

@@ -38,8 +38,8 @@ def test_a_sum_with_two_biases_is_refused() -> None:
 
 @pytest.mark.parametrize("read_elsewhere", [False, True])
 def test_a_sum_that_inductor_made_one_matmul_is_a_sum(read_elsewhere: bool) -> None:
-    """``addmm(x @ a, y, b)`` is Inductor's form of a sum of 2-D matmuls. Here the sum has three matmuls, and the first
-    has a bias of one row. A product that another node reads whole is not a term."""
+    """``addmm(x @ a, y, b)`` is Inductor's form of a sum of matmuls. A product that another node reads whole is not a
+    term."""
     with fake_group(2):
         made = HandGraph()
         pairs = [
@@ -60,8 +60,8 @@ def test_a_sum_that_inductor_made_one_matmul_is_a_sum(read_elsewhere: bool) -> N
 
 
 def test_a_sum_scattered_in_chunks_golden() -> None:
-    """No matmul of the sum may stay in the graph. The op must list the matmul with the bias first, because the op adds
-    its bias to the first product."""
+    """No matmul of the sum may stay in the graph. The matmul with the bias comes first, because the op adds its bias to
+    the first product."""
     with fake_group(2):
         report = summed_scatter_site(biased=1).run(schedule="chunked")
         check_golden(report.after, "fused_graph/a_sum_scattered_in_chunks.txt")

@@ -24,8 +24,8 @@ from tests.support.spellings import world
 
 @pytest.mark.parametrize("kind", ["gather", "gather inner dim", "reduce", "scatter", "head"])
 def test_rows_that_are_a_product_of_symbols(kind: str) -> None:
-    """If both batch and tokens are dynamic, M is ``s0*s1``. No rewrite may need the value of M, or add a guard that
-    other sizes would violate."""
+    """If batch and tokens are dynamic, M is ``s0*s1``. No rewrite may need the value of M, or add a guard that other
+    sizes violate."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 6, 16, dynamic=(0, 1))
@@ -49,7 +49,7 @@ def test_rows_that_are_a_product_of_symbols(kind: str) -> None:
 
 
 def test_two_dynamic_dims_when_traced() -> None:
-    """Dynamo traces a function with two dynamic dims, so M is a product of two symbols. The site is overlapped."""
+    """M is a product of two symbols."""
     with fake_group(2), torch.no_grad():
         x = torch.randn(4, 6, 16)
         for dim in (0, 1):
@@ -60,7 +60,7 @@ def test_two_dynamic_dims_when_traced() -> None:
 
 
 def test_dynamic_shapes_compile_once() -> None:
-    """If the pass added a guard, a new token count could lead to a new compile, and only on some of the ranks."""
+    """If the pass added a guard, a new token count could cause a new compile on some ranks only."""
     from torch._dynamo.testing import CompileCounter
     from torch._functorch.aot_autograd import aot_module_simplified
 
@@ -96,8 +96,8 @@ def test_dynamic_shapes_compile_once() -> None:
 
 
 def test_no_run_time_threshold_for_a_looping_op_that_scatters_columns() -> None:
-    """A run-time threshold is a number of tokens. A looping op that scatters columns would compare the threshold with a
-    number of columns. So ``auto`` keeps such a site."""
+    """A run-time threshold is a number of tokens. A looping op that scatters columns would compare it with a number of
+    columns. So ``auto`` keeps the site."""
     with fake_group(2):
         for schedule, status, reasons in (("auto", "kept", ["dynamic_shape"]), ("ring", "overlapped", [])):
             made = HandGraph()
@@ -117,8 +117,8 @@ def packed(made: HandGraph, node: Any) -> bool:
 
 
 def test_a_slice_with_gaps_is_copied_before_a_reshape() -> None:
-    """A slice of a slice is also copied if one of the two has gaps. A slice is not copied if it has no gaps or if its
-    sizes are static."""
+    """A slice of a slice is also copied if one of the two has gaps. A slice without gaps or of static sizes is not
+    copied."""
     with fake_group(2):
         made = HandGraph()
         x, fixed = made.input(4, 6, 16, dynamic=(1,)), made.input(4, 6, 16, name="fixed")

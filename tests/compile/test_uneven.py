@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks whose graphs may differ (uneven shards, a bias on one rank) find the same sites with the same ids. They move
-the same data in the same order."""
+"""Ranks whose graphs differ (uneven shards, a bias on one rank): their sites have equal ids, and equal data moves in
+one order."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MOVES = re.compile(
 
 
 def exchange(report: OverlapReport) -> list[Any]:
-    """What one rank exchanges: the plan hash, the ops that move data, the sites' plans and the near misses. The ops are
-    in order, with their sizes and strings but without the names of their operands."""
+    """What one rank exchanges: plan hash, ops that move data, sites' plans and near misses. The ops are in order,
+    without the names of their operands."""
     moved = []
     for name, arguments in (m.groups() for m in map(MOVES.search, report.after.splitlines()) if m):
         moved.append((name, re.findall(r"'[^']*'|\[[\d, ]*\]|(?<![\w.])\d+|torch\.\w+", arguments)))
@@ -57,12 +57,11 @@ WITH_EVERY_BUDGET = (
     "gather uneven rows, multiply and contract",
     "scatter a sum of matmuls to an uneven sequence",
 )
-"""One case of each pattern. ``make test`` runs these cases with each budget, and the other cases only with unrolled
-rings."""
+"""One case of each pattern. ``make test`` runs these with each budget, and the other cases only unrolled."""
 
 
 def check_exchanges(name: str, world_size: int, ranks: Iterable[int], budgets: Iterable[dict[str, Any]]) -> None:
-    """``ranks`` exchange the same with each budget."""
+    """Assert that ``ranks`` exchange the same with each budget."""
     found = []
     for rank in ranks:
         with fake_group(world_size, rank):
@@ -75,8 +74,8 @@ def check_exchanges(name: str, world_size: int, ranks: Iterable[int], budgets: I
 
 @pytest.mark.parametrize("name", cases(0, 2))
 def test_the_first_and_the_last_rank_exchange_alike(name: str) -> None:
-    """Bands, budgets and ids must not depend on a property of one rank only. Only rank 0 has the bias, and only the
-    last rank has the smaller shard."""
+    """Bands, budgets and ids must not depend on one rank alone. Only rank 0 has the bias, and only the last rank has
+    the smaller shard."""
     budgets = BUDGETS if name in WITH_EVERY_BUDGET else ("unrolled",)
     check_exchanges(name, 3, (0, 2), [BUDGETS[b] for b in budgets])
 
@@ -89,8 +88,8 @@ def test_all_ranks_exchange_alike(name: str, world_size: int) -> None:
 
 
 def layer(inner: int, bias: bool, adds: int = 0) -> HandGraph:
-    """A row-wise bf16 layer on GPUs. Its weight has ``inner`` rows. ``bias``: the matmul has a bias. ``adds``: number
-    of additions between the matmul and the all-reduce."""
+    """A row-wise bf16 layer on GPUs. Its weight has ``inner`` rows. ``adds``: number of additions between the matmul
+    and the all-reduce."""
     made = HandGraph()
     x, w = (
         made.on("cuda:0", 8192, inner, dtype=torch.bfloat16),
@@ -104,8 +103,8 @@ def layer(inner: int, bias: bool, adds: int = 0) -> HandGraph:
 
 
 def test_estimates_are_the_same_on_every_rank() -> None:
-    """If 3 ranks divide K = 11008, a rank's own K is 3670 or 3668. If each rank estimated with its own K, the estimates
-    could be on different sides of a threshold."""
+    """If 3 ranks divide K = 11008, a rank's own K is 3670 or 3668. Estimates from each rank's own K could lead to
+    different choices."""
     with fake_group(3):
         found = []
         for inner, bias in ((3670, True), (3670, False), (3668, False)):
@@ -117,8 +116,7 @@ def test_estimates_are_the_same_on_every_rank() -> None:
 @pytest.mark.parametrize("total", [11008, 14336, 28672, 101, 32001, 50257, 128256, 151936])
 @pytest.mark.parametrize("world_size", [2, 3, 5, 6, 8])
 def test_sizes_of_uneven_shards_round_to_the_same(total: int, world_size: int) -> None:
-    """Checks common sizes of models, in groups that divide them and in groups that do not. Only the shards of 101 may
-    round to different sizes, because 101 is small."""
+    """Shards of 101 may round to different sizes, because 101 is small."""
     shards = {len(c) for c in torch.arange(total).chunk(world_size)}
     assert len({rounded(s) for s in shards}) == 1 or total == 101
     assert all(abs(s - rounded(s)) <= s / 32 for s in shards)
@@ -126,8 +124,8 @@ def test_sizes_of_uneven_shards_round_to_the_same(total: int, world_size: int) -
 
 @pytest.mark.parametrize("budget", range(20, 90, 10))
 def test_a_bias_of_one_rank_does_not_change_which_sites_are_unrolled(budget: int) -> None:
-    """One rank has no bias, one has a bias inside the matmul, and one adds its bias after the matmul. The added bias is
-    one more node in every piece. All ranks must nevertheless unroll the same sites."""
+    """One rank has no bias, one has a bias inside the matmul, and one adds a bias after the matmul. All ranks must
+    unroll the same sites."""
     with fake_group(2):
         reports = [
             layer(2048, bias, adds).run(step_node_budget=budget) for bias, adds in ((False, 0), (True, 0), (False, 1))
@@ -137,8 +135,8 @@ def test_a_bias_of_one_rank_does_not_change_which_sites_are_unrolled(budget: int
 
 
 def test_a_fused_gather_is_sliced_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices are pushed and awaited one by one. If a rank's weight has one more tile than its peers' weights, the rank
-    must not wait for the flag of a slice that no peer pushes."""
+    """Slices are pushed and awaited one by one. A rank whose weight has one more tile must not wait for a slice that no
+    peer pushes."""
     monkeypatch.setattr(symmetric, "why_no_symmetric_memory", lambda ranks, device: None)
     found = []
     for rank, columns in enumerate((2312, 2304)):

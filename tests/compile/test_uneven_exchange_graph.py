@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs of all-to-alls of uneven parts beside matmuls: a golden graph, what ranks compare, what is refused, and
-what the planner chooses."""
+"""The graphs of all-to-alls of uneven parts beside matmuls: golden graph, plans, refusals and the planner's choice."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def _with_counts(function: Callable[..., torch.Tensor], rows: int = 8, **fields:
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the golden file is for torch 2.13")
 def test_golden() -> None:
-    """The graphs of both ranks must be those of the golden file. In the rewritten graph, the host must read as many
-    sizes as in the graph before the rewrite."""
+    """Both ranks have the golden graphs. The host reads as many sizes as without the rewrite."""
     texts = set()
     for rank in (0, 1):
         with fake_group(2, rank):
@@ -128,7 +126,7 @@ def test_what_is_not_overlapped_has_a_reason(name: str) -> None:
 
 @pytest.mark.usefixtures("two")
 def test_a_sum_that_no_looping_op_computes_is_refused() -> None:
-    """Only a looping op can send uneven parts, so no unrolled steps take its place."""
+    """Only a looping op can send uneven parts."""
     report = _with_counts(lambda exchange, x, w, v, b: exchange(x @ w + x.sum()))
     (site,) = report.sites
     assert (site.decision.status, site.decision.reasons[0].code) == ("refused", "uneven_splits")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every example on two gloo ranks and checks its output. Also checks that each example's file is short.
-(``tests/models/test_readme.py`` starts a script by ``torchrun``, as a user would.)"""
+"""Runs every example on two gloo ranks and checks its output and the length of its file."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from tests.support.gloo_ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# For each example, parts of the lines that it must print, in this order. First come its sites, which are all
-# overlapped. The last line says that the numbers agree.
+# For each example, parts of the lines that it must print, in this order. The first lines name its sites. The last line
+# says that the numbers agree.
 LINES: dict[str, list[str]] = {
     "dtensor_block": [
         "forward: mlp.0: all_gather_matmul: overlapped",
@@ -55,9 +54,7 @@ LINES: dict[str, list[str]] = {
 }
 
 WITH_KERNELS = ("functional_collectives",)
-"""The example for which Inductor builds C++ kernels, and whose rings are unrolled. For the other examples, Inductor
-builds no kernels, because building them would take most of the time. Their rings are looping ops, whose graphs compile
-in less time."""
+"""The example with C++ kernels and unrolled rings. Building kernels and unrolling would take most of the others' time."""
 
 
 def test_every_example_is_run_here_and_is_short() -> None:
@@ -67,7 +64,7 @@ def test_every_example_is_run_here_and_is_short() -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One Inductor cache for all ranks of all examples. So a rank can reuse what another rank has compiled."""
+    """One Inductor cache for all ranks of all examples."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -81,8 +78,7 @@ def _as_torchrun_does(rank: int, world_size: int, path: str, environment: dict[s
     return printed.getvalue()
 
 
-# (``make test`` does not train Llama here: ``tests/models/test_hugging_face.py`` trains it in less time, because it
-# interprets the graphs.)
+# ``make test`` does not train Llama here, because ``tests/models/test_hugging_face.py`` trains it in less time.
 @pytest.mark.parametrize(
     "path",
     [
@@ -91,8 +87,7 @@ def _as_torchrun_does(rank: int, world_size: int, path: str, environment: dict[s
     ],
 )
 def test_example(path: Path, tmp_path: Path, cache: Path) -> None:
-    """The ranks are forked from a process that has imported torch and done the one-time work of a first compile. On
-    each rank, this work would take most of the example's time."""
+    """The ranks are forked from a process that has done the one-time work of a first compile."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     printed = "".join(run_ranks(2, _as_torchrun_does, str(path), environment, grouped=False, timeout=550))
     lines = printed.splitlines()

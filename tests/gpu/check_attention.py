@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks attention after gathers of keys and values: CUDA's attention ops, and gathers over NCCL. The results are
-compared with fp64. Each rank has a GPU. ``--bench`` also times the sites with and without overlap.
+"""Checks attention after gathers of keys and values, with CUDA's attention ops and NCCL.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_attention --bench
 
-Prints one line for each case. The exit status is 1 if the output of a case is wrong, or if a site is not overlapped.
-It is also 1 if a graph does not call the case's attention op.
+Each rank has a GPU. ``--bench`` also times the sites with and without overlap. Prints one line for each case. The exit
+status is 1 in these cases:
+
+- an output differs from fp64;
+- a site is not overlapped;
+- a graph does not call the case's attention op.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ Layer = Callable[..., torch.Tensor]
 
 
 def cases() -> list[tuple[str, str, Layer, torch.dtype, int]]:
-    """``(backend, mask, layer, dtype, own tokens)``. Some cases have 80 own tokens. Attention ops pad log-sum-exps to a
-    multiple of 32, and 80 is not a multiple of 32."""
+    """``(backend, mask, layer, dtype, own tokens)``. Attention ops pad log-sum-exps to a multiple of 32. So some cases
+    have 80 own tokens, which is not a multiple of 32."""
     found: list[tuple[str, str, Layer, torch.dtype, int]] = [
         (backend, "none", layer, torch.bfloat16, OWN) for backend in BACKENDS for layer in LAYERS
     ]
@@ -84,8 +87,8 @@ def check(rank: int, world_size: int, backend: str, mask: str, layer: Layer, dty
 
 
 def bench(rank: int, world_size: int) -> dict[str, Any]:
-    """Times ``heads_first`` in microseconds without overlap (``keep``) and with it (``ring``), on the slowest rank.
-    Attention is flash attention with 32 heads and 32768 keys."""
+    """Microseconds of ``heads_first`` without overlap (``keep``) and with it (``ring``), on the slowest rank: flash
+    attention with 32 heads and 32768 keys."""
     inputs = [torch.randn(1, 32, 32768 // world_size, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     times = {}
     for name in ("keep", "ring"):
@@ -113,8 +116,7 @@ def main() -> int:
     parser.add_argument("--bench", action="store_true", help="time flash attention to 32768 keys")
     options = parser.parse_args()
     rank, world_size = start_rank()
-    # torch.compile caches a graph under a key that does not include the backend of attention. So with the cache, a case
-    # could get the graph that was compiled for another backend.
+    # The key of torch.compile's caches does not include the backend of attention.
     torch.compiler.config.force_disable_caches = True
     failed = 0
     for backend, mask, layer, dtype, own in cases():

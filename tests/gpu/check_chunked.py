@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the ops of schedule ``chunked`` on GPUs. The ops are called as in a rewritten graph, with both transports,
-with several numbers of chunks and bands, eagerly and in CUDA graphs.
+"""Checks the ops of schedule ``chunked`` on GPUs, eagerly and in CUDA graphs.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_chunked [--calls 60] [--tokens 2048]
     torchrun --nproc-per-node 8 -m tests.gpu.check_chunked --patterns matmul_all_to_all all_to_all_matmul
 
-Prints one JSON row for each setting. A row has the largest error against the plain computation in fp32, relative to the
-largest element of the fp32 result. ``wrong_calls`` and ``wrong_replays`` count the result tensors that differ in any
-element from those of the first call. ``host_us`` is the host time of a call in microseconds. The exit status is 1 if
-something is wrong. (``check_fused --schedule chunked`` checks compiled functions.)
+The ops are called as in a rewritten graph, with both transports and several numbers of chunks and bands. Prints one
+JSON row for each setting:
+
+- the largest error against fp32, relative to the largest element;
+- ``wrong_calls`` and ``wrong_replays``: the number of results that differ from the first call's;
+- ``host_us``: the host time of a call in microseconds.
+
+The exit status is 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ def settings(pattern: str, world_size: int) -> list[dict[str, Any]]:
 def site(
     pattern: str, tokens: int, some: dict[str, Any], rank: int, world_size: int
 ) -> tuple[Callable[[], list[torch.Tensor]], list[torch.Tensor]]:
-    """``(function that calls the op, the results it should return, in fp32)``."""
+    """``(function that calls the op, the right results in fp32)``."""
     group, name = dist.group.WORLD, f"{pattern} {tokens} {some}"
     chosen = json.dumps(some, sort_keys=True)
     generator = torch.Generator("cuda").manual_seed(rank)
@@ -156,12 +159,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
     parser.add_argument("--patterns", nargs="+", default=PATTERNS, choices=PATTERNS)
     arguments = parser.parse_args()
-    # (A caller may limit the time of the whole check. The patience is short, so that a wait times out, and is reported,
-    # before this limit.)
+    # The patience is short, so that a wait times out and is reported before a caller's time limit.
     rank, world_size = start_rank(PATIENCE_SECONDS)
     chance, failed = random.Random(rank), 0
     for pattern in arguments.patterns:
-        # The largest site comes first, so that smaller sites fit into its slots. The last site has shards of 333 rows.
+        # The largest site comes first, so that smaller sites fit into its slots.
         for tokens in [*sorted(arguments.tokens, reverse=True), 333 * world_size]:
             for some in settings(pattern, world_size):
                 call, expected = site(pattern, tokens, some, rank, world_size)

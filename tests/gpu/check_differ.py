@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, on GPUs, what happens if ranks would exchange different data. All ranks must then run the plain program, with
-right results. Prints one JSON row for each schedule and case.
+"""Checks, on GPUs, ranks that would exchange different data. All ranks must then run the plain program.
 
     torchrun --nproc-per-node 3 -m tests.gpu.check_differ [--ranks-share-gpus] [--schedules fused chunked ...]
 
@@ -8,14 +7,13 @@ Each schedule runs one block in three cases:
 
 - ``alike``: all ranks have the same switches. They must overlap.
 - ``differ``: the last rank has a pattern switched off. All ranks must run the plain program.
-- ``alone``: all ranks run the block with the same switches. Then only the last rank compiles the block again, with a
-  pattern switched off. All ranks must now run the plain program. Later the last rank compiles the block once more,
-  with the switches of the other ranks.
+- ``alone``: first, all ranks overlap. Then only the last rank compiles again, with a pattern switched off. All ranks
+  must now run the plain program. Later, the last rank compiles with the other ranks' switches again.
 
-The exit status is 1 if a result is wrong, or if a case does not do what it must.
+Prints one JSON row for each schedule and case. The exit status is 1 if a result is wrong or a case fails.
 
-With ``--ranks-share-gpus``, several ranks may share a GPU (``bench.support.gpu_ranks``). The block then has all-reduces
-only, because gloo crashes in an all-gather or reduce-scatter of GPU tensors.
+With ``--ranks-share-gpus``, several ranks may share a GPU. The block then has all-reduces only, because gloo crashes in
+an all-gather or reduce-scatter of GPU tensors.
 """
 
 from __future__ import annotations
@@ -50,11 +48,11 @@ PATTERNS = {
 }
 """The pattern that the last rank switches off. If ranks share GPUs, it switches off ``matmul_all_reduce``."""
 ROWS = {"alike": 256, "differ": 384, "alone": 320}
-"""Rows of the block's input in each case. Each case has a different number of rows, so that its plans are new."""
+"""Rows of the block's input in each case. The numbers differ, so each case has new plans."""
 
 
 def block(group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
-    """A block with one site of each of three patterns: gather, scatter and all-reduce."""
+    """A block with three sites: gather, scatter and all-reduce."""
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         y = reduce_scatter(torch.relu(all_gather(x, 0, group) @ a) @ b, "sum", 0, group)
@@ -79,12 +77,12 @@ def main() -> int:
     arguments = parser.parse_args()
     rank, world_size = start_rank(seconds=120, share_gpus=arguments.ranks_share_gpus)
     if arguments.ranks_share_gpus:
-        # (Without this patch, the planner would refuse ranks that share a GPU.)
+        # Without this patch, the planner would refuse ranks that share a GPU.
         symmetric.why_no_symmetric_memory = lambda ranks, device: symmetric.why_no_kernels(device)
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
     failed = 0
-    # (If ranks share GPUs, the ring is left out, because gloo cannot send from a GPU's memory.)
+    # Gloo cannot send from a GPU's memory.
     for schedule in [s for s in arguments.schedules if s != "ring" or not arguments.ranks_share_gpus]:
         for how, rows in ROWS.items():
             begun = time.monotonic()

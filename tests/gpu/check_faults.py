@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks faults on GPUs: peers that are killed, skip a call or are late. Also checks the actions of the watchdog.
-
-The command starts new ranks for each scenario. (A launcher would end all ranks when one dies.) It prints one JSON row
-per scenario. ``found`` is the error of rank 0.
+"""Checks faults on GPUs: peers that are killed, skip a call or are late, and the watchdog.
 
     python -m tests.gpu.check_faults [--ranks 2] [--late 15] [--only killed skipped]
     python -m tests.gpu.check_faults --late 60 --only late
     python -m tests.gpu.check_faults --only killed skipped --schedule chunked --pattern matmul_all_reduce
     python -m tests.gpu.check_faults --ranks 3 --ranks-share-gpus --schedule small_message --way two_shot --only uneven
 
-In most scenarios, the last rank fails. Every other rank must get the error, even if none of its kernels waited. With
-``--ranks-share-gpus``, several ranks may share a GPU, and NCCL is not used. The ranks of all scenarios start at the
-same time. Each rank imports and compiles, and then waits until its scenario begins.
+The command starts new ranks for each scenario, because a launcher would end all ranks when one dies. It prints one JSON
+row per scenario. ``found`` is the error of rank 0. In most scenarios, the last rank fails. Every other rank must get
+the error, even if none of its kernels waited. With ``--ranks-share-gpus``, NCCL is not used.
+
+The ranks of all scenarios start together. Each rank imports and compiles, then waits for its scenario.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ from tests.gpu.fault_scenarios import TIMEOUT_SECONDS
 
 ABORTED, KILLED = -6, -9
 SLACK_SECONDS = 5.0
-"""An error may come this many seconds late. A new process may take up to this many seconds to multiply on a GPU."""
+"""An error may come this many seconds late. A new process must multiply on a GPU within this time."""
 START_SECONDS = 90.0
 WAITED = r"site .+? of group '\S+' timed out waiting for [a-z -]+ rank {last}: expected call 4, saw call 3"
 SCHEDULES = ("fused", "chunked", "small_message")
-"""Schedules whose own kernels wait for peers. (In ``wave_groups`` and ``ring``, the group's backend moves the data and
-has its own timeouts.)"""
+"""Schedules whose own kernels wait for peers."""
 
 PATTERNS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -51,8 +49,8 @@ class Expected:
         last: exit status of the last rank.
         others: exit status of every other rank.
         told: regular expression for rank 0's error. ``None`` if rank 0 must get no error.
-        after: seconds after which the error comes, or the scenario ends.
-        logged: whether rank 0's error is in its log. Otherwise the error is in the file that rank 0 writes.
+        after: seconds until the error comes, or until the scenario ends.
+        logged: whether rank 0's error is in its log. Otherwise it is in the file that rank 0 writes.
         probed: each GPU must be free for a new process afterwards.
         others_told: regular expression for the errors of all ranks but rank 0. ``None`` if they are not checked.
     """
@@ -67,8 +65,7 @@ class Expected:
 
 
 def expected(late: float) -> dict[str, Expected]:
-    """The expected outcomes by scenario. (In ``uneven`` and ``uneven_replays``, only rank 0 has a short patience. In
-    the other scenarios, any rank that waits may time out first.)"""
+    """The expected outcomes by scenario. In ``uneven`` and ``uneven_replays``, only rank 0 has a short patience."""
     return {
         "well": Expected(0, 0, None, 0.0),
         "killed": Expected(KILLED, 1, WAITED, probed=True),
@@ -92,8 +89,8 @@ def expected(late: float) -> dict[str, Expected]:
 
 
 class Job:
-    """The processes of one scenario. They wait at two steps, ``prepare`` and ``go``. Each wait ends when a file with
-    the step's name is in the scenario's folder."""
+    """The processes of one scenario. They wait at two steps, ``prepare`` and ``go``. A step begins when a file with its
+    name is in the scenario's folder."""
 
     def __init__(self, scenario: str, arguments: argparse.Namespace, folder: Path, ranks: int | None = None) -> None:
         self.folder = folder / scenario
@@ -101,7 +98,7 @@ class Job:
         self.kind = {name: getattr(arguments, name) for name in ("schedule", "pattern", "way", "ranks_share_gpus")}
         self.ranks = ranks = ranks or arguments.ranks
         self.logs = [self.folder / f"rank_{rank}.log" for rank in range(ranks)]
-        # Inductor's compile workers are switched off, because they would outlive a rank that is killed.
+        # No compile workers: they would outlive a rank that is killed.
         environment = {**rank_environment("cuda"), "LOCAL_WORLD_SIZE": str(ranks), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         command = [sys.executable, "-m", fault_scenarios.__name__, scenario, str(ranks), str(self.folder)]
         command += [str(arguments.late), arguments.schedule, arguments.pattern, arguments.way]
@@ -164,7 +161,7 @@ def judge(job: Job, want: Expected, statuses: list[int | None], seconds: float) 
         problems.append(f"after {took:.1f} s, expected {want.after:.1f} to {want.after + SLACK_SECONDS:.1f}")
     for rank in range(1, job.ranks) if want.others_told else ():
         error, after = str(job.said(rank).get("error", "")), float(job.said(rank).get("seconds", seconds))
-        # (In ``uneven``, the last rank gets its error when it makes its late call. ``SLACK_SECONDS`` covers the delay.)
+        # In ``uneven``, the last rank gets its error at its late call.
         if re.search((want.others_told or "").format(last=last), error) is None or after > want.after + SLACK_SECONDS:
             problems.append(
                 f"the error of rank {rank} is {error[-600:]!r} after {after:.1f} s, expected {want.others_told!r}"
@@ -230,8 +227,7 @@ def main() -> int:
                 if want.probed
             }
             jobs |= {f"probe {name}": probe for name, probe in probes.items()}
-            # The ranks of scenario ``well`` prepare first. The ranks of all other scenarios then find the code in
-            # caches, so they are ready at nearly the same time.
+            # Scenario ``well`` prepares first and fills the caches. Then all other scenarios are ready quickly.
             jobs["well"].begin("prepare")
             for name, want in scenarios.items():
                 if jobs[name].wait_ready():

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks schedule ``fused`` on GPUs, or another schedule that turns each site into one op. There are checks of compiled
-patterns, of calls under stress, and of CUDA graphs. Each rank has a GPU. Each check prints one JSON row.
+"""Checks schedule ``fused``, or another schedule that turns each site into one op, on one GPU per rank.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--only stress graphs]
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused --only epilogues kernels "epilogue us" "weights us"
 
-Schedule ``chunked`` has one more check, ``fp8``: patterns with ``_scaled_mm``, compared with fp64 matmuls of the
-dequantised operands.
+Each check prints one JSON row. Schedule ``chunked`` has one more check, ``fp8``: it compares patterns with
+``_scaled_mm`` with fp64 matmuls of the dequantised operands.
 """
 
 from __future__ import annotations
@@ -42,19 +41,20 @@ from tests.support.fused_cases import sums
 from tests.support.ring_cases import as_tuple
 
 FACTOR = 17
-"""The factor by which the sizes of ``cases`` are multiplied. A shard then has 24 * 17 rows. The sizes are multiples of
-8, but not of a tile's size."""
+"""The factor by which the sizes of ``cases`` are multiplied. A shard then has 24 * 17 rows. All sizes are multiples of
+8, but not of a tile."""
 MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
-"""Checks whose row is a measurement. Three of them also contain assertions. ``kernels`` asserts that a site has no more
-kernels than max-autotune needs. ``weights us`` compares one launch for all weights with a launch for the widest weight
-and vendor matmuls for the others. It asserts that the results are nearly the same. ``exchange us`` asserts that the
-results of each schedule are close to those of ``keep``."""
+"""Checks whose row is a measurement. Three of them also assert:
+
+- ``kernels``: a site has no more kernels than max-autotune needs;
+- ``weights us``: one launch for all weights and one launch per weight give nearly equal results;
+- ``exchange us``: each schedule's results are close to those of ``keep``.
+"""
 
 
 def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
     """Compile ``function`` in mode ``strict`` with ``schedule`` forced. A call raises ``StrictError`` if a site cannot
-    use the schedule. The compiled function has a new code object, so it shares no entry of Dynamo's cache with another
-    function."""
+    use the schedule. The new code object keeps the function out of other functions' entries in Dynamo's cache."""
     namespace = {"function": function}
     exec("def overlapped(*args): return function(*args)", namespace)
     made = torch.compile(namespace["overlapped"], dynamic=False, **keywords)
@@ -81,8 +81,8 @@ def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
 
 
 def fp8(schedule: str, rank: int, world_size: int, calls: int, count: int) -> list[str]:
-    """Compare all fp8 patterns with fp64. Then call three of them under stress and replay them in CUDA graphs, where
-    each result must be bitwise equal to the first one. Returns the problems."""
+    """Compare all fp8 patterns with fp64. Then stress and replay three of them, with bitwise equal results. Returns the
+    problems."""
     sites = scaled_sites.cases(world_size, FACTOR)
     problems = against_fp64(schedule, rank, sites, scaled_sites.made)
     torch._dynamo.reset()
@@ -102,11 +102,10 @@ def against_fp64(
     sites: dict[str, tuple[Any, Any, int]],
     make: Callable[[Any, torch.Generator], list[torch.Tensor]],
 ) -> list[str]:
-    """Compile each of ``sites``, and call it three times with inputs from ``make``. Returns a text for each problem.
+    """Compile each of ``sites`` and call it three times with inputs from ``make``. Returns a text for each problem.
 
-    The error of a result may be up to 2 % of the largest element of the fp64 result, or up to twice the error of the
-    uncompiled function. The larger of these two limits counts. The second limit is needed because an activation may
-    magnify the rounding of its input, both in the compiled and in the uncompiled function.
+    An error may be up to 2 % of the largest element of the fp64 result, or twice the uncompiled function's error. The
+    larger limit counts. The second limit is for activations that magnify the rounding of their input.
     """
     problems = []
     for name, (function, shapes, expected) in sites.items():
@@ -138,16 +137,14 @@ PATTERNS_OF = {
     "chunked": (*ALL_PATTERNS, *EXCHANGES),
     "fused": (*ALL_PATTERNS, *EXCHANGES),
 }
-"""The patterns of schedules. A schedule that is not listed here has the patterns of ``ALL_PATTERNS``. A site of
-pattern ``all_to_all_matmul`` whose matmuls contract the exchanged dim has an op of its own. So it is listed as a
-pattern, ``contracted_all_to_all_matmul``."""
+"""Patterns by schedule. Other schedules have ``ALL_PATTERNS``. ``contracted_all_to_all_matmul`` is
+``all_to_all_matmul`` with matmuls that contract the exchanged dim. It has an op of its own."""
 
 
 def patterns_of(
     schedule: str, world_size: int, tokens: int
 ) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
-    """``{pattern: (function, inputs)}`` for the parts of an MLP that ``schedule`` serves. The MLP has hidden size 2048
-    and runs on ``tokens`` tokens."""
+    """``{pattern: (function, inputs)}`` for the parts of an MLP of hidden size 2048 that ``schedule`` serves."""
     g, rows = dist.group.WORLD, tokens // world_size
     up, down = (torch.randn(1024, 2048, device="cuda").bfloat16() / 32 for _ in range(2))
     x, y = torch.randn(rows, 2048, device="cuda").bfloat16(), torch.randn(tokens, 1024, device="cuda").bfloat16()
@@ -167,7 +164,7 @@ def patterns_of(
 
 def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, int]:
     """Call all patterns with two token counts in turn, with random delays on each rank. Every result must be bitwise
-    equal to the first result with the same inputs. Returns the number of wrong results by name."""
+    equal to the first with these inputs. Returns the number of wrong results by name."""
     sites = []
     for tokens in (512, 1000 // world_size * world_size):
         torch._dynamo.reset()
@@ -206,9 +203,8 @@ def reduce_overhead(schedule: str, world_size: int) -> dict[str, int]:
 
 
 def host_cost(schedule: str, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of host time while the GPU is busy, by pattern: for the op alone, for the compiled function with and
-    without overlap, and for one allocation. An op makes at least two allocations, and the time of one allocation shows
-    how fast the host is."""
+    """Microseconds of host time by pattern, while the GPU is busy. The times are those of the op alone, of the compiled
+    function with and without overlap, and of one allocation. The last one shows how fast the host is."""
     return {
         name: _host_cost(schedule, name, function, inputs)
         for name, (function, inputs) in patterns_of(schedule, world_size, 512).items()
@@ -253,7 +249,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="names of the checks to run; default: all")
     arguments = parser.parse_args()
     rank, world_size = start_rank()
-    # Beyond its recompile limit, Dynamo would run a function uncompiled, and the kernels would not be checked.
+    # Beyond its recompile limit, Dynamo would run a function uncompiled.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.recompile_limit = 64
     failed, schedule = 0, arguments.schedule

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Litmus tests of the memory orderings on which the kernels rely, between two GPUs at a time. Each test is one *way* to
-write and read. Some ways omit an ordering on purpose, and their data may be wrong.
+"""Litmus tests of the memory orderings between two GPUs on which the kernels rely.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus [--rounds 20000] [--only "two blocks, bulk"]
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus --ranks-share-gpus
 
-In each round, block b of an even rank fills a tile in its partner's memory with the round's number, and signals. Block
-b of the partner waits, counts the words that hold another number, and acknowledges. After all ways between two GPUs,
-two blocks of one GPU do the same. Rank 0 prints one JSON row per way. The exit status is 1 if a word was wrong in a way
-on which the kernels rely, or if a wait timed out. It is also 1 if the time-out that is provoked at the end is not
-recorded as it should be. Results: ``bench/results/litmus.jsonl``.
+Each test is one *way* to write and read. Some ways omit an ordering on purpose, and their data may be wrong. In each
+round:
 
-Ranks that share a GPU take turns on it, milliseconds at a time. So they run far fewer rounds, and a rank seldom reads
-while its partner's stores are in flight. Such a run shows that every way runs and signals, and that the orderings hold
-on one GPU. Only a run on two GPUs can show that an ordering is needed.
+1. block b of an even rank fills a tile in its partner's memory with the round's number, and signals;
+2. block b of the partner waits, counts the words that hold another number, and acknowledges.
+
+Two blocks of one GPU do the same afterwards. Rank 0 prints one JSON row per way. Results:
+``bench/results/litmus.jsonl``. The exit status is 1 in these cases:
+
+- a word was wrong in a way on which the kernels rely;
+- a wait timed out;
+- the time-out that is provoked at the end is not recorded correctly.
+
+Ranks that share a GPU take turns on it. A rank then seldom reads while its partner's stores are in flight. So this run
+shows only that every way works. Only a run on two GPUs can show that an ordering is needed.
 """
 
 from __future__ import annotations
@@ -46,8 +51,7 @@ from tests.gpu.signal_kernels import wait_for
 
 ROWS, COLUMNS, BLOCKS = 64, 128, 64
 WORDS, ACKNOWLEDGED = 128, 64
-"""Each block has ``WORDS`` words for its flags. Two flags are at words 0 and 32, the acknowledgement is at 64, and a
-counter is at 96."""
+"""Words of a block's flags, and the word of its acknowledgement. Words 0 and 32 are flags, word 96 is a counter."""
 PATIENCE_NS = 5_000_000_000
 
 
@@ -65,9 +69,13 @@ def write_rounds(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Write tiles and signal. ``way`` is one of four. ``ordinary``: stores, then a release of the flag. ``unordered``:
-    a plain store sets the flag before the tile is stored. ``bulk``: the bulk copy unit stores the tile, and a fence
-    follows. ``bulk without fence``: as ``bulk``, but no fence follows."""
+    """Write tiles and signal. ``way``:
+
+    - ``ordinary``: store the tile, then release the flag;
+    - ``unordered``: set the flag by a plain store, then store the tile;
+    - ``bulk``: store the tile by the bulk copy unit, then fence, then release the flag;
+    - ``bulk without fence``: ``bulk`` without its fence.
+    """
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     for i in range(first, first + rounds):
@@ -114,9 +122,11 @@ def write_halves_in_bulk(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """``write_halves`` with the bulk copy unit. Each block waits for its own bulk stores and orders them before its add
-    to the counter (``store_fence``). The block that adds last has acquired the other block's add. So its release also
-    covers the other block's half. ``half_desc``: the peer's tiles, in halves."""
+    """``write_halves`` with the bulk copy unit. ``half_desc``: the peer's tiles, in halves.
+
+    With ``fence``, each block orders its own bulk stores before its add to the counter (``store_fence``). The block
+    that adds last has acquired the other block's add. So its release also covers the other block's half.
+    """
     for i in range(first, first + rounds):
         half_desc.store([tl.program_id(0) * (R // 2), 0], tl.full((R // 2, C), 0, tl.int32) + i)
         if fence:
@@ -141,8 +151,8 @@ def write_halves_each(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Two blocks each store half a tile, and each signals its own half. With ``added``, both add to one counter.
-    Otherwise each sets its own flag (``signal_ranks``)."""
+    """Two blocks each store half a tile and signal it. With ``added``, both add to one counter. Otherwise each sets its
+    own flag (``signal_ranks``)."""
     block, half = tl.program_id(0) // 2, tl.program_id(0) % 2
     rows = half * (R // 2) + tl.arange(0, R // 2)
     offsets = rows[:, None] * C + tl.arange(0, C)[None, :]
@@ -159,8 +169,10 @@ def write_halves_each(
 def send_inside(
     mine, desc, flags, wrong, stop, first, rounds, patience, fence: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """Inside one GPU, an even block stores a tile in bulk and then adds to a flag, at the GPU's scope. The next odd
-    block acquires the flag and loads the tile past L1, as the pushing blocks of an all-reduce do."""
+    """Inside one GPU, an even block stores a tile in bulk and adds to a flag, at the GPU's scope.
+
+    The next odd block acquires the flag and loads the tile past L1. An all-reduce's pushing blocks load in this way.
+    """
     block = tl.program_id(0) // 2
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     bad = tl.full((), 0, tl.int32)
@@ -350,8 +362,8 @@ class Litmus:
         read_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
 
     def run(self, writer: str, reader: str, rounds: int) -> dict[str, Any]:
-        # Load every kernel before any kernel waits. A kernel is loaded at its first launch, and loading waits until the
-        # device is idle. If a kernel already waits on the device, a load would wait for the end of that wait.
+        # Load every kernel before any kernel waits: its first launch loads a kernel, and loading waits for an idle
+        # device.
         for amount in (0, rounds):
             dist.barrier()
             torch.cuda.synchronize()
@@ -383,7 +395,7 @@ def of_all_ranks(counts: list[int]) -> list[int]:
 
 
 def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
-    """Run two blocks of one GPU against each other, on each rank's GPU. Returns a row like that of ``Litmus.run``."""
+    """Run ``send_inside`` on each rank's GPU. Returns a row like that of ``Litmus.run``."""
     flags = torch.zeros(BLOCKS * WORDS, dtype=torch.int32, device="cuda")
     for amount in (0, rounds):
         send_inside[(2 * BLOCKS,)](
@@ -413,8 +425,7 @@ def inside_one_gpu(litmus: Litmus, fence: bool, rounds: int) -> dict[str, Any]:
 
 
 def fault_is_recorded(litmus: Litmus) -> dict[str, Any]:
-    """Run a wait whose signal never comes. It must time out, and record the signal for which it waited. Returns a
-    row."""
+    """Run a wait whose signal never comes. Returns a row with the recorded fault."""
     faults = FaultRecord.of("litmus", range(2), litmus.data.device)
     wait_for[(8,)](litmus.flags, 0, faults.stop, 50_000_000, num_warps=4)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the model tests with NCCL. Also checks which kernels Inductor generates for the steps of a ring. Prints how long
-transfers ran at the same time as matmuls. Each rank has a GPU.
+"""Runs the model tests with NCCL, and checks the kernels that Inductor generates for a ring's steps.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_models
+
+Each rank has a GPU. Prints how long transfers ran beside matmuls.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from tests.support import hugging_face_problems
 
 
 def kernels(rank: int, world_size: int) -> list[str]:
-    """With Triton templates, the matmul, the bias and the activation of a ring's step run in one kernel. No other
-    kernel computes anything."""
+    """With Triton templates, one kernel runs the matmul, the bias and the activation of a ring's step. No other kernel
+    computes anything."""
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
@@ -39,8 +40,7 @@ def kernels(rank: int, world_size: int) -> list[str]:
         torch.randn(256, device="cuda", dtype=torch.bfloat16),
     )
     fn = lambda x, w, b: torch.relu(torch.addmm(b, all_gather(x, 0, group), w))  # noqa: E731
-    # Without the last option, each rank would measure whether the fusion is faster, and the ranks' choices might
-    # differ.
+    # Without the last option, each rank would measure whether to fuse, and ranks might differ.
     options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON", "benchmark_epilogue_fusion": False}
     with overlap_inductor.overlap(schedule="ring", sub_chunks=1):
         result, (code,) = run_and_get_code(torch.compile(fn, options=options), x, w, b)
@@ -57,9 +57,11 @@ def kernels(rank: int, world_size: int) -> list[str]:
 
 
 def trace(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Measures one call of a gather with a matmul, and one call of a matmul with a scatter, each with schedules
-    ``keep`` and ``ring``. Returns the microseconds of the matmul kernels, of the transfer kernels, and of the time in
-    which both run at once. The sizes are those of llama3-70b's MLP with 8192 tokens."""
+    """Times one call of a gather with a matmul, and of a matmul with a scatter, with ``keep`` and with ``ring``.
+
+    Returns the microseconds of the matmul kernels, of the transfer kernels, and of both at once. The sizes are those of
+    llama3-70b's MLP with 8192 tokens.
+    """
     group = dist.group.WORLD
     n, rows = 28672 // world_size, 8192
     cases: dict[str, tuple[Any, tuple[tuple[int, int], ...]]] = {

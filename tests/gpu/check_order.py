@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the order of calls on GPUs: calls with a receive queued between them, calls in a graph beside calls on another
-stream, and calls from two threads. Also checks a workspace that does not fit into GPU memory. Prints one JSON row for
-each scenario.
+"""Checks the order of calls on GPUs. Prints one JSON row for each scenario.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_order [--rounds 30] [--ranks-share-gpus]
 
-With ``--ranks-share-gpus``, two ranks can share one GPU. They then take turns on it, so a call takes tens of
-milliseconds. For each input, the first result is compared with fp64, and later results must be bitwise equal to the
-first. The exit status is 1 if a result was wrong, if a wait timed out, or if a capture that must be refused was
-accepted. It is also 1 if the ranks did not get the same reason for refusing the workspace that does not fit.
+For each input, the first result is compared with fp64. Later results must be bitwise equal to the first. The exit
+status is 1 in these cases:
+
+- a result was wrong, or a wait timed out;
+- a capture that must be refused was accepted;
+- the ranks got different reasons for refusing the workspace that does not fit.
+
+With ``--ranks-share-gpus``, two ranks can share one GPU. They take turns on it, so a call takes tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -43,15 +45,14 @@ from tests.gpu.signal_kernels import wait_for
 
 ROW_SECONDS = 60.0
 PATIENCE_NS = 15_000_000_000
-"""Timeout of a receive. It is shorter than the time limit of a row, so that a receive that times out is reported."""
+"""Timeout of a receive. It is shorter than a row's time limit, so a receive that times out is reported."""
 CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "one_shot"))
-"""``(schedule, way)``, as in ``stress_variants.Variant``. Of the schedule's patterns, the first one that has this way
-is checked."""
+"""``(schedule, way)``, as in ``stress_variants.Variant``. The schedule's first pattern with this way is checked."""
 
 
 class Place:
     """What the scenarios share: three sites of one variant in two slots, two streams, and a flag between ranks 0 and 1.
-    (The first and the third site share a slot.)"""
+    The first and the third site share a slot."""
 
     def __init__(self, variant: stress_variants.Variant, rank: int) -> None:
         self.rank = rank
@@ -67,7 +68,7 @@ class Place:
         self.flag = symmetric.allocate(1, torch.int32, device(), dist.group.WORLD)
         self.faults = FaultRecord.of("check_order", range(dist.get_world_size()), device())
         self.chance, self.counts = random.Random(rank), list[torch.Tensor]()
-        # Load every kernel before any kernel waits, because a load waits until the device is idle.
+        # Load every kernel before any kernel waits: a load waits until the device is idle.
         wait_for[(1,)](self.flag.local, 0, self.faults.stop, PATIENCE_NS, num_warps=1)
         give[(1,)](self.flag.local, 0, num_warps=1)
         torch.cuda.synchronize()
@@ -78,7 +79,7 @@ class Place:
         with torch.cuda.stream(stream):
             if late and self.chance.random() < 0.5:
                 torch.cuda._sleep(self.chance.randrange(2_000_000))
-            # (Each call has a count of its own, because two streams must not add to one count.)
+            # Each call has its own count, because two streams must not add to one count.
             self.counts.append((run() != first).any())
 
     def begin(self) -> None:
@@ -112,8 +113,7 @@ def queued_behind(place: Place, rounds: int) -> int:
 
 
 def beside_graphs(place: Place, rounds: int) -> int:
-    """One stream replays a graph of one site. Meanwhile another stream calls a site in the same slot. Delays on each
-    rank are random."""
+    """One stream replays a graph of one site, while another stream calls a site in the same slot."""
     (_, run, first), others = place.sites[0][0], place.sites[2]
     place.begin()
     graph = torch.cuda.CUDAGraph()
@@ -132,8 +132,8 @@ def beside_graphs(place: Place, rounds: int) -> int:
 
 
 def two_threads(place: Place, rounds: int) -> int:
-    """Two host threads make the same call, each on a stream of its own. (If the two calls differed, the program would
-    have to make them in the same order on all ranks.)"""
+    """Two host threads make the same call, each on its own stream. Different calls would need one order on all
+    ranks."""
     place.begin()
     gpu, failed = device(), []
 
@@ -156,8 +156,7 @@ def two_threads(place: Place, rounds: int) -> int:
 
 
 def refused(place: Place, rounds: int) -> int:
-    """A capture that is made with the driver's own functions must be refused. The error must name
-    ``torch.cuda.CUDAGraph``."""
+    """A capture by the driver's own functions must be refused. The error must name ``torch.cuda.CUDAGraph``."""
     place.begin()
     stream = own_stream(device())
     try:
@@ -169,8 +168,8 @@ def refused(place: Place, rounds: int) -> int:
 
 
 def too_much(place: Place, rounds: int) -> int:
-    """Request a workspace of 1 TiB. Every rank must get the same reason for the refusal, and calls must still run in
-    the existing workspace."""
+    """Request a workspace of 1 TiB. Every rank must get the same reason for the refusal. Later calls must run in the
+    existing workspace."""
     place.begin()
     reason = prepare(dist.group.WORLD, device(), json.dumps([["too much", 2**40, 1]]), 2**42)
     reasons: list[str | None] = [None] * dist.get_world_size()

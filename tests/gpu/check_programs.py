@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks random programs (``tests.support.random_programs``) on GPUs. Inductor compiles them with several schedules.
-Each rank has a GPU. Prints one JSON row per schedule.
+"""Checks random programs (``tests.support.random_programs``) on GPUs, compiled with several schedules.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_programs [--schedules chunked fused ring auto] [--seeds 0 30] \\
         [--trains] [--mode reduce-overhead] [--dynamic] [--seconds 120]
 
-Each program is called three times, with different values. The error of a result against fp64 may be up to 2 % of the
-largest element, or up to three times the error of the uncompiled function. The larger of these two limits counts. The
+Each program is called three times, with different values. An error against fp64 may be up to 2 % of the largest
+element, or three times the uncompiled function's error. The larger limit counts. Prints one JSON row per schedule. The
 exit status is 1 if a result is wrong or a rewrite failed.
 """
 
@@ -34,7 +33,7 @@ SCHEDULES = ("chunked", "fused", "wave_groups", "ring", "auto")
 CALLS = 3
 UNIT = 64
 """Most sizes are multiples of this number, so most rows have a multiple of 16 bytes. Not all sizes are multiples of a
-tile's size, so some tiles are not whole."""
+tile."""
 
 
 def wrong(
@@ -128,7 +127,7 @@ def main() -> int:
                 ),
                 flush=True,
             )
-    torch._dynamo.reset()  # (destroy_process_group never returns while a CUDA graph holds an NCCL kernel.)
+    torch._dynamo.reset()  # destroy_process_group never returns while a CUDA graph holds an NCCL kernel.
     gc.collect()
     finish_rank()
     return 1 if failed else 0

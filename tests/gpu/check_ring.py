@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks schedule ``ring`` with NCCL: compares the cases of ``tests.support.ring_cases`` with fp64. Each rank has a
-GPU. ``--bench`` also times shapes of llama3-70b with and without overlap.
+"""Checks schedule ``ring`` with NCCL: compares the cases of ``tests.support.ring_cases`` with fp64.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_ring
 
-Nearly all of the time is spent on compiling. Four runs at the same time, each with a quarter of the cases, take about a
-third of the time that one run takes. ::
+Each rank has a GPU. ``--bench`` also times shapes of llama3-70b with and without overlap. Compiling takes nearly all of
+the time. Four runs at once, each with a quarter of the cases, take about a third of the time. ::
 
     for i in 0 1 2 3; do torchrun --standalone --nproc-per-node 8 -m tests.gpu.check_ring --share $i/4 & done; wait
 """
@@ -47,7 +46,7 @@ def check(
     dynamic: bool,
     mode: str | None,
 ) -> list[str]:
-    """Run the cases in ``names``. Returns the problems found on this rank."""
+    """Run the cases in ``names``. Returns the problems on this rank."""
     problems = []
     with overlap_inductor.overlap(schedule="ring", **fields):
         for name in names:
@@ -63,7 +62,7 @@ def check(
                 if compiled is None:
                     compiled = torch.compile(cases(world_size, 4)[name][0], dynamic=dynamic or None, mode=mode)
                 tolerance = 1e-3 if dtype == torch.float32 else 6e-2
-                # (Inductor captures a CUDA graph at the second call, and replays it from that call on.)
+                # Inductor captures a CUDA graph at the second call, and replays it from that call on.
                 for call in range(4 if mode else 1):
                     torch.compiler.cudagraph_mark_step_begin()
                     for e, f in zip(exact, as_tuple(compiled(*inputs)), strict=True):
@@ -74,8 +73,7 @@ def check(
             report = overlap_inductor.last_report()
             counts = report.counters() if report else {}
             problems += [f"{name}: {notice}" for notice in (report.notices if report else [])]
-            # With a node budget of 1, a site that no looping op can compute is not overlapped. Its results are checked,
-            # too.
+            # With a node budget of 1, a site without a looping op is not overlapped.
             if "step_node_budget" in fields and name in WITHOUT_LOOPING_OP:
                 expected = 0
             if counts.get("sites_overlapped", 0) != expected:
@@ -84,7 +82,7 @@ def check(
 
 
 def _time(functions: dict[str, Callable[[], Any]], repeats: int = 15) -> dict[str, float]:
-    """The median microseconds of each function, on the slowest rank. The functions are called in turn."""
+    """The median microseconds of each function, on the slowest rank. The functions take turns."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         for _ in range(3):
@@ -139,7 +137,7 @@ def bench(world_size: int) -> list[dict[str, Any]]:
             providers = {"keep": lambda plain=plain, inputs=inputs: plain(*inputs)}
             for parts in (1, 2, 4):
                 with overlap_inductor.overlap(schedule="ring", sub_chunks=parts):
-                    # A compiled function is cached by its code, so each provider gets code of its own.
+                    # Dynamo caches a compiled function by its code, so each provider gets its own code.
                     namespace = {"f": function}
                     exec("def g(x, a): return f(x, a)", namespace)
                     ring = torch.compile(namespace["g"])
@@ -203,7 +201,7 @@ def main() -> int:
         for row in bench(world_size):
             if rank == 0:
                 print(json.dumps(row), flush=True)
-    torch._dynamo.reset()  # (destroy_process_group never returns while a CUDA graph holds an NCCL kernel.)
+    torch._dynamo.reset()  # destroy_process_group never returns while a CUDA graph holds an NCCL kernel.
     gc.collect()
     finish_rank()
     return 1 if failed else 0

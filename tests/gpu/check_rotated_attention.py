@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks torch's context parallelism: NCCL moves keys and values between ranks while each rank attends to the block
-that it holds. The results are compared with fp64. Each rank has a GPU. ``--bench`` also times attention with and
-without overlap.
+"""Checks torch's context parallelism: NCCL moves keys and values while each rank attends to the block that it holds.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_rotated_attention --bench
 
-Prints one line for each case. The exit status is 1 if an output or a gradient is wrong, or if a site is not overlapped.
+Each rank has a GPU. ``--bench`` also times attention with and without overlap. Prints one line for each case. The exit
+status is 1 if an output or a gradient is wrong, or if a site is not overlapped.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ BACKENDS = {
 }
 METHODS = ("alltoall", "allgather")
 OWN = 128
-"""Tokens of a rank. If the load of the ranks is balanced, a rank also attends with half of its queries. Half of ``OWN``
-is a multiple of 32, so memory-efficient attention pads no queries."""
+"""Tokens of a rank. With balanced load, a rank also attends with half of its queries. Half of ``OWN`` is a multiple of
+32, so memory-efficient attention pads no queries."""
 
 
 def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -51,8 +50,8 @@ def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
 
 @contextmanager
 def sharded(whole: list[torch.Tensor], method: str, causal: bool, backend: str) -> Iterator[list[torch.Tensor]]:
-    """Enter torch's context parallelism and yield this rank's shards of ``whole``. If ``causal``, the load of the ranks
-    is balanced."""
+    """Enter torch's context parallelism and yield this rank's shards of ``whole``. If ``causal``, the load is
+    balanced."""
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     buffers = [x.clone() for x in whole]
     with rotation(method, causal), context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
@@ -83,7 +82,7 @@ def check(rank: int, ranks: int, method: str, causal: bool, backend: str, train:
 
 
 def bench(ranks: int, method: str, causal: bool) -> dict[str, Any]:
-    """Microseconds of flash attention with 32 heads to 32768 keys, without overlap (``keep``) and with it, on the
+    """Microseconds of flash attention with 32 heads and 32768 keys, without overlap (``keep``) and with it, on the
     slowest rank."""
     whole = [torch.randn(1, 32, 32768, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     calls, samples = {}, {}

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the sequence-parallel rewrite on GPUs.
 
-Hand-written tensor-parallel blocks with all-reduces run forward and backward, with several schedules.
+Tensor-parallel blocks with all-reduces run forward and backward, with several schedules.
 
     torchrun --nproc-per-node 8 -m tests.gpu.check_sequence [--schedules fused chunked ring auto] [--tokens 2048 2047]
     torchrun --nproc-per-node 2 -m tests.gpu.check_sequence --ranks-share-gpus --schedules fused chunked
 
-Results and gradients are compared with those of eager PyTorch in fp32. With the rewrite, the error may be at most twice
-that of the plain compile, plus 0.001. Prints one JSON row for each case. The exit status is 1 if a row is not right.
-With ``--ranks-share-gpus``, several ranks may share a GPU (``bench.support.gpu_ranks``).
+Results and gradients are compared with eager fp32. The error may be at most twice that of the plain compile, plus
+0.001. Prints one JSON row for each case. The exit status is 1 if a row is not right. With ``--ranks-share-gpus``,
+several ranks may share a GPU.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ HIDDEN, FFN, LAYERS = 1024, 4096, 2
 
 
 class SumGradient(torch.autograd.Function):
-    """The input of a column-parallel layer. ``forward`` returns the input unchanged. ``backward`` sums the gradient
-    over the ranks."""
+    """The input of a column-parallel layer. ``backward`` sums the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -47,8 +46,7 @@ class SumGradient(torch.autograd.Function):
 
 
 class SumResult(torch.autograd.Function):
-    """The output of a row-parallel layer. ``forward`` sums the output over the ranks. ``backward`` returns the gradient
-    unchanged."""
+    """The output of a row-parallel layer. ``forward`` sums the output over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -62,8 +60,8 @@ class SumResult(torch.autograd.Function):
 class Block(nn.Module):
     """Pre-norm MLP blocks with a residual stream, and then a head. Each rank holds its shard of the weights.
 
-    Each gather and scatter of the rewritten graph has a matmul, so it becomes a site. (If ranks share GPUs, a plain
-    gather or scatter would fail, because gloo cannot run them on GPUs.)
+    Each gather and scatter of the rewritten graph has a matmul and becomes a site. Ranks that share GPUs need this,
+    because gloo cannot gather or scatter on GPUs.
     """
 
     def __init__(self, world_size: int, dtype: torch.dtype) -> None:
@@ -102,7 +100,7 @@ def results(model: Any, x: torch.Tensor, trains: bool) -> dict[str, torch.Tensor
 
 
 def off(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    """The largest difference in any result, relative to the largest element of that result."""
+    """The largest error of any result, relative to the result's largest element."""
     return max(float((found[n] - e).abs().max() / e.abs().max().clamp_min(1e-12)) for n, e in exact.items())
 
 

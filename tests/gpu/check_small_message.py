@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks schedule ``small_message`` under stress on GPUs. One-shot and two-shot calls with several token counts use one
-slot, with random delays on each rank. Eager calls run between graph replays.
+"""Checks schedule ``small_message`` under stress on GPUs.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_small_message [--calls 6000] [--replays 300]
 
-Prints one JSON row for each check. The first result must be close to fp32, and every later result must be bitwise equal
-to the first. The check takes less than a minute.
+One-shot and two-shot calls with several token counts use one slot, with random delays on each rank. Eager calls run
+between graph replays. The first result must be close to fp32. Every later result must be bitwise equal to the first.
+Prints one JSON row for each check.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ Call = Callable[[], tuple[torch.Tensor, ...]]
 
 
 def calls_of_one_slot(rank: int, world_size: int, columns: int) -> tuple[dict[str, Call], Launch]:
-    """The calls by name. For every token count, there are one-shot and two-shot calls, with and without a norm. All
-    calls use the same slot."""
+    """The calls by name, all in one slot. Each token count has one-shot and two-shot calls, with and without a norm."""
     device = torch.device("cuda", torch.cuda.current_device())
     place = workspace_of(dist.group.WORLD, device)
     shapes = [
@@ -75,8 +74,8 @@ def calls_of_one_slot(rank: int, world_size: int, columns: int) -> tuple[dict[st
 
 
 def stress(rank: int, calls: dict[str, Call], count: int) -> dict[str, int]:
-    """Make calls in a random order, the same on all ranks, with random delays on each rank. Returns the number of wrong
-    results by name."""
+    """Make calls in one random order on all ranks, with other delays on each rank. Returns the number of wrong results
+    by name."""
     order, late = random.Random(0), random.Random(rank)
     first = {name: call() for name, call in calls.items()}
     wrong = {name: torch.zeros(1, dtype=torch.int64, device="cuda") for name in calls}
@@ -92,7 +91,7 @@ def stress(rank: int, calls: dict[str, Call], count: int) -> dict[str, int]:
 
 def graphs(calls: dict[str, Call], replays: int) -> dict[str, int]:
     """Capture two graphs of seven calls each, and replay them in turn. One eager call follows each replay. Returns the
-    number of wrong results, or ``{}`` if there are none."""
+    number of wrong results, or ``{}``."""
     names = list(calls)[:7]
     first = {name: calls[name]() for name in names}
     captured = []

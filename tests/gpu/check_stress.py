@@ -1,31 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks all patterns of all schedules except ``ring`` under stress on GPUs.
-(``tests.gpu.check_tables`` checks lookups in tables.)
-
-Rank 0 prints one JSON row for each scenario and variant. Each of the other ranks prints only the rows in which it had
-wrong results. A row has the number of wrong results on the rank that prints the row. The exit status is not 0 if any
-result on any rank was wrong.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_stress [--iterations 10000] [--only delays poison] \\
         [--schedules fused chunked small_message wave_groups] [--patterns matmul_all_to_all all_to_all_matmul]
-
-The scenarios are in ``tests.gpu.stress_scenarios.SCENARIOS``. For each input, the first result is compared with fp64,
-and later results must be bitwise equal to the first. Set environment variables on the command line:
-
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m tests.gpu.check_stress --iterations 2000
     CUDA_MODULE_LOADING=LAZY torchrun --nproc-per-node 2 -m tests.gpu.check_stress --only lazy     # also with EAGER
 
-Comparing runs. A row of scenario ``lazy`` has a digest of the bits of the variant's first results on all ranks. Two
-runs must give the same digest if the number of ranks, the GPUs and the versions of the libraries are the same.
-(``chunked`` and ``small_message`` use the vendor's matmuls, and ``wave_groups`` uses the sums of NCCL. Another version
-of these libraries may compute other bits.)
+The scenarios are in ``tests.gpu.stress_scenarios.SCENARIOS``. For each input, the first result is compared with fp64.
+Later results must be bitwise equal to the first. Rank 0 prints one JSON row for each scenario and variant, with the
+number of wrong results. Each other rank prints only rows in which it had wrong results. The exit status is not 0 if any
+result on any rank was wrong.
 
-More ranks than GPUs. ``torchrun --nproc-per-node 8 -m tests.gpu.check_stress --ranks-share-gpus`` runs 8 ranks on
-fewer GPUs, to check the arithmetic on rank numbers and the protocol between ranks. Processes take turns on a GPU, so a
-call takes tens of milliseconds. NCCL cannot run in this way, so ``wave_groups`` is left out.
+Comparing runs. A row of scenario ``lazy`` has a digest of the bits of all ranks' first results. Two runs with equal
+numbers of ranks, GPUs and library versions must give equal digests.
+
+More ranks than GPUs. ``torchrun --nproc-per-node 8 -m tests.gpu.check_stress --ranks-share-gpus`` checks the arithmetic
+on rank numbers and the protocol between ranks. Processes take turns on a GPU, so a call takes tens of milliseconds.
+NCCL cannot run in this way, so ``wave_groups`` is left out.
 
 A wait in a kernel times out after ``PATIENCE_PART`` times ``--row-seconds``. If a row takes longer than
-``--row-seconds``, the process prints the stacks of all threads to standard error and ends.
+``--row-seconds``, the process prints the stacks of all threads and ends.
 """
 
 from __future__ import annotations
@@ -48,12 +42,10 @@ from tests.gpu.stress_scenarios import SCENARIOS
 from tests.gpu.stress_scenarios import Stress
 
 PATIENCE_PART = 0.7
-"""A wait in a kernel times out after this part of a row's time limit. So the wait is reported before the limit ends the
-process."""
+"""A wait in a kernel times out after this part of a row's time limit, so the wait is reported."""
 SCHEDULES = ("fused", "chunked", "small_message", "wave_groups")
 WHERE_SHARED = ("lazy", "delays", "poison", "graphs")
-"""The default scenarios if ranks share GPUs: enough to check the arithmetic on rank numbers and the protocol between
-ranks."""
+"""The default scenarios if ranks share GPUs."""
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:

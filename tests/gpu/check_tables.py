@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, on GPUs, the kernel of schedule ``fused`` that looks up tables and sends the results. Each rank has a GPU.
-Each check prints one JSON row.
+"""Checks, on GPUs, the kernel of schedule ``fused`` that looks up tables and sends the results.
 
     torchrun --nproc-per-node N -m tests.gpu.check_tables [--calls 2000] [--replays 500] [--only stress graphs]
     torchrun --nproc-per-node 1 -m tests.gpu.check_tables --wrong-index     # a device-side assert must fail the script
 
-``results``: the results of every kind of lookup are close to fp64. If samples have no weights, the results are also
-bitwise equal to those of torch's own lookups.
-``trained``: gradients of a DLRM's tables are close to those of the plain program. ``stress``: calls with late
-ranks. ``graphs``: replays of captured graphs between eager calls. Each kind of lookup has two sets of indices.
+Each rank has a GPU. Each check prints one JSON row.
+
+- ``results``: the results of every kind of lookup are close to fp64. Without weights of samples, they are bitwise
+  equal to torch's lookups.
+- ``trained``: gradients of a DLRM's tables are close to those of the plain program.
+- ``stress``: calls with late ranks.
+- ``graphs``: replays of captured graphs between eager calls.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ def compiled(function: Callable[..., Any], **config: Any) -> Callable[..., Any]:
 
 
 def results(world_size: int) -> list[str]:
-    """Returns the problems. The kernel and torch's kernel sum in the same order. So the results must be bitwise equal
-    if samples have no weights."""
+    """Returns the problems. Without weights of samples, the kernel sums in the order of torch's kernel, so results must
+    be bitwise equal."""
     problems = []
     for case in _cases(world_size):
         torch._dynamo.reset()
@@ -82,8 +84,8 @@ def results(world_size: int) -> list[str]:
 
 
 def trained(rank: int) -> list[str]:
-    """Compares the gradients with and without overlap. Returns the problems. The backward of ``embedding_bag`` reads
-    values that the kernel stores, so wrong values also show as wrong gradients."""
+    """Compare the gradients with and without overlap. Returns the problems. The backward of ``embedding_bag`` reads
+    values that the kernel stores, so wrong values show as wrong gradients."""
     problems = []
     for kind, joined in (("sum", "cat"), ("mean", "tables first"), ("embedding", "stack")):
         torch.manual_seed(rank)
@@ -116,8 +118,7 @@ def _sites(world_size: int) -> list[Repeated]:
 
 
 def wrong_index() -> None:
-    """Look up an index that is out of range. As without overlap, CUDA's device-side assert must raise an error. So this
-    function does not return normally."""
+    """Look up an index that is out of range. CUDA's device-side assert must raise an error, as without overlap."""
     site = LookupSite(LookupCase(2, 64, 64, 3, HEIGHT), device())
     from overlap_inductor.lowerings.fused.table_calls import Lookups
     from overlap_inductor.lowerings.fused.table_calls import look_up

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs training steps of a model with several schedules. Compares outputs and gradients with fp32. If a schedule sums
-in a fixed order, all calls with the same input must return the same bits. Each rank has a GPU.
+"""Runs training steps of a model with several schedules, and compares outputs and gradients with fp32.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_training [--schedules fused chunked wave_groups ring auto] \\
         [--modes default reduce-overhead]
 
-The model has three blocks and runs in three variants. Two variants are sequence-parallel by DTensor, with gathers and
-scatters in forward and backward: one with full checkpointing, one without. The third variant is tensor-parallel without
-sequence parallelism, and has all-reduces. Backward runs on autograd's own thread. Two inputs take turns, so each input
-comes several times. Before one step, the program returns cached memory to the GPU, so later tensors may get other
-addresses. Before another step, it runs a step of another model. The same steps also run without overlap. Prints one
-JSON row per variant, mode and schedule. The exit status is 1 if a row is not right.
+The model has three blocks and three variants:
+
+- sequence-parallel by DTensor, with gathers and scatters in forward and backward;
+- the first variant with full checkpointing;
+- tensor-parallel, with all-reduces.
+
+Two inputs take turns. If a schedule sums in a fixed order, equal inputs must give equal bits. Before one step, the
+program returns cached memory to the GPU, so later tensors may get other addresses. Before another step, it runs a step
+of another model. Each rank has a GPU. Prints one JSON row per variant, mode and schedule, also without overlap. The
+exit status is 1 if a row is not right.
 """
 
 from __future__ import annotations
@@ -42,15 +45,15 @@ from overlap_inductor.report import publish as reporting
 BLOCKS, TOKENS, HIDDEN, HEAD = 3, 2048, 2048, 64
 STEPS = 10
 LIMIT = 0.03
-"""Largest permitted error of a result in bf16, relative to the norm of the fp32 result. In addition, a schedule's error
-must not exceed 1.5 times that of the plain compile, plus 0.002."""
+"""The largest permitted error in bf16, relative to the norm of the fp32 result. A schedule's error must also not exceed
+1.5 times that of the plain compile, plus 0.002."""
 GIVE_BACK_AT, OTHER_AT = 4, 6
 SCHEDULES = ("fused", "chunked", "wave_groups", "ring", "auto")
 MODELS = ("sequence parallel", "sequence parallel, checkpointed", "tensor parallel")
 
 
 def whole(name: str) -> nn.Module:
-    """The whole model, not sharded, in fp32. Weights are the same on every rank."""
+    """The whole model in fp32. Weights are equal on all ranks."""
     dtensor_block.HIDDEN, dtensor_block.HEAD = HIDDEN, HEAD
     torch.manual_seed(5)
     variant = dtensor_block.Variant(1, 1, False, "full" if name.endswith("checkpointed") else "none")
@@ -75,8 +78,8 @@ def sharded(name: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def step(model: nn.Module, compiled: Any, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Run one training step. Returns the output and the gradients by name. The gradient of a parameter has the shape of
-    the whole parameter. The gradient of the input is that of this rank's tokens."""
+    """Run one training step. Returns the output and the gradients by name. Gradients of parameters are whole. The
+    gradient of the input is that of this rank's tokens."""
     model.zero_grad(set_to_none=True)
     x = x.detach().clone().requires_grad_()
     torch.compiler.cudagraph_mark_step_begin()
@@ -99,7 +102,7 @@ def largest_error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
 
 
 def data(name: str, mesh: DeviceMesh, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns ``([input, target], [input, target] of this rank)``, the first two in fp32 and the others in bf16."""
+    """``([input, target], [input, target] of this rank)``, the first two in fp32 and the others in bf16."""
     generator = torch.Generator("cuda").manual_seed(number)
     both = [torch.randn(1, TOKENS, HIDDEN, device="cuda", generator=generator) for _ in range(2)]
     mine = [t.chunk(mesh.size(), 1)[mesh.get_local_rank()] if name.startswith("sequence") else t for t in both]
@@ -119,7 +122,7 @@ def exact_results(name: str, mesh: DeviceMesh, number: int) -> dict[str, torch.T
 def run(
     name: str, schedule: str, mode: str, mesh: DeviceMesh, exact: list[dict[str, torch.Tensor]], other: Any
 ) -> dict[str, Any]:
-    """Run ``STEPS`` steps of the model with one schedule (``off``: without overlap). Returns a row."""
+    """Run ``STEPS`` steps with one schedule (``off``: without overlap). Returns a row."""
     torch._dynamo.reset()
     reporting.forget_reports()
     model, inputs = sharded(name, mesh), [data(name, mesh, i)[1] for i in range(len(exact))]
@@ -163,7 +166,7 @@ def main() -> int:
         torch.backends.cuda.enable_mem_efficient_sdp,
         torch.backends.cuda.enable_cudnn_sdp,
     ):
-        # These kernels do not add in a fixed order in their backward.
+        # In backward, these kernels do not add in a fixed order.
         allowed(False)
     linear = nn.Linear(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16)
     beside = torch.randn(512, HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -179,8 +182,7 @@ def main() -> int:
                     else run(name, schedule, mode, mesh, exact, lambda: linear(beside).sum().backward())
                 )
                 moves = any(not s.endswith(" keep") for s in row["sites"])
-                # (Without overlap and in ``wave_groups``, NCCL chooses the order of the sums. In all other schedules,
-                # the order is fixed.)
+                # Without overlap and in ``wave_groups``, NCCL chooses the order of the sums.
                 row["right"] = (
                     row["error"] <= min(1.5 * plain["error"] + 2e-3, LIMIT)
                     and (not row["changed"] or schedule in ("off", "wave_groups"))
@@ -189,7 +191,7 @@ def main() -> int:
                 bad += not row["right"]
                 if rank == 0 or not row["right"]:
                     print(json.dumps({"rank": rank, **row}), flush=True)
-    # (destroy_process_group never returns while a CUDA graph holds an NCCL kernel.)
+    # destroy_process_group never returns while a CUDA graph holds an NCCL kernel.
     torch._dynamo.reset()
     gc.collect()
     finish_rank()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks schedule ``wave_groups`` on GPUs: results, calls under stress, and CUDA graphs. Each rank has a GPU. Prints
-one JSON row per check.
+"""Checks schedule ``wave_groups`` on GPUs: results, calls under stress, and CUDA graphs. Prints one JSON row per check.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_wave_groups [--calls 1000] [--replays 500] [--only stress graphs]
 
@@ -57,7 +56,7 @@ def site(
 
 def numbers(rank: int, world_size: int) -> list[str]:
     """Compare results with fp64. Some sizes are not multiples of a tile. Partitions are given or measured. Some calls
-    add a bias, and some of these average in place of summing. Returns the problems."""
+    add a bias or average. Returns the problems."""
     problems = []
     for pattern in PATTERNS:
         for rows, inner, columns, settings in [
@@ -94,8 +93,8 @@ def numbers(rank: int, world_size: int) -> list[str]:
 
 
 def sites(rank: int, world_size: int) -> list[Repeated]:
-    """Sites that have run once, with the result of a second call. Every second site is cut into many groups of
-    waves, so that many waiting kernels run beside its matmul."""
+    """Sites after one call, with the result of a second call. Every second site has many groups of waves, so that many
+    waiting kernels run beside its matmul."""
     made: list[Repeated] = []
     for rows in (2048, 3000 // world_size * world_size):
         for pattern in PATTERNS:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one rank of a fault scenario. ``tests.gpu.check_faults`` starts this script with the arguments ``<scenario>
-<ranks> <folder> <late> <schedule> <pattern> <way> <share> <rank>``."""
+"""Runs one rank of a fault scenario, for ``tests.gpu.check_faults``.
+
+Arguments: ``<scenario> <ranks> <folder> <late> <schedule> <pattern> <way> <share> <rank>``.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,19 @@ from tests.gpu.stress_variants import Variant
 from tests.gpu.stress_variants import variants
 
 TIMEOUT_SECONDS = 6.0
-"""The time after which waits in the kernels of the site's group time out, in most scenarios."""
+"""The time after which waits in the site's kernels time out, in most scenarios."""
 GRACE_SECONDS = 3.0
 PATIENT_SECONDS = 60.0
 CALLS = 3
-"""The number of calls before the fault. All ranks take part in these calls."""
+"""The number of calls before the fault, with the call that makes the site. All ranks take part in these calls."""
 SHAPE = Shape(tokens=384, few=48, inner=1024, columns=512)
-"""The token counts can be divided among 2, 3, 4, 6 or 8 ranks."""
+"""The token counts are multiples of 2, 3, 4, 6 and 8."""
 NAME = "faulty"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A site's schedule, pattern and way (``stress_variants.variants``). An empty ``way`` selects the first way."""
+    """A site's schedule, pattern and way (``stress_variants.variants``). An empty ``way`` selects the first."""
 
     schedule: str
     pattern: str
@@ -53,8 +55,7 @@ class Kind:
 
 
 class Site:
-    """A site of ``kind`` in a group of its own. The site has been called once. On this rank, its kernels wait for at
-    most ``seconds``."""
+    """A site in a group of its own, after one call. This rank's kernels wait for at most ``seconds``."""
 
     def __init__(self, kind: Kind, seconds: float) -> None:
         self.group = group = dist.new_group(timeout=datetime.timedelta(seconds=PATIENT_SECONDS))
@@ -67,7 +68,7 @@ class Site:
         self.calls(1)
 
     def call(self) -> torch.Tensor:
-        """Make one call and wait for its end on the GPU."""
+        """Make one call and wait for its end."""
         result = self.of.run()
         torch.cuda.synchronize()
         return result
@@ -84,8 +85,7 @@ class Site:
         assert self.is_right(result)
 
     def check_unless_told(self, result: torch.Tensor) -> None:
-        """Check the result. If this rank has no error, the result must be right. If this rank has an error, each
-        element must be right or NaN."""
+        """Without an error on this rank, the result must be right. With an error, each element must be right or NaN."""
         told = self.faults.error()
         assert told is not None or self.is_right(result), "a wrong result, and no error"
         assert self.is_right(torch.where(result.isnan(), self.exact, result.float())), f"a wrong number: {told}"
@@ -104,25 +104,25 @@ class Rank:
 
     @property
     def fails(self) -> bool:
-        """Whether this is the rank that is killed, is late, or makes no call."""
+        """Whether this rank is killed, is late, or makes no call."""
         return self.rank == self.world_size - 1
 
     def say(self, error: object, start: float) -> None:
-        """Write a file with the program's error and the seconds since ``start``. ``check_faults`` reads the file."""
+        """Write the error and the seconds since ``start`` to a file for ``check_faults``."""
         found = {"error": str(error), "seconds": time.monotonic() - start}
         (self.folder / f"said_{self.rank}.json").write_text(json.dumps(found))
 
     def part(self) -> None:
-        """Wait until all ranks have reached this point. Then kill the last rank."""
+        """Wait until all ranks are here. Then kill the last rank."""
         dist.barrier()
         if self.fails:
-            # (The last rank's messages of the barrier may still be on their way to the other ranks.)
+            # The barrier's last messages may still be on their way to other ranks.
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def await_error(self) -> TransferError:
-        """Call twice while the last rank makes no call. The wait in the first call's kernel times out, or an abort ends
-        it. Returns the error of the second call."""
+        """Call twice while the last rank makes no call, and return the error of the second call. The first call's wait
+        times out, or an abort ends it."""
         start = time.monotonic()
         self.site.call()
         try:
@@ -133,8 +133,7 @@ class Rank:
         raise AssertionError("the call after a call without a peer raised no error")
 
     def await_told(self) -> None:
-        """Make no call until this rank has an error. This rank gets the error when a peer gives up or aborts the group.
-        The next call must raise the error."""
+        """Make no call until a peer's abort gives this rank an error. The next call must raise the error."""
         start = time.monotonic()
         while self.site.faults.error() is None and time.monotonic() < start + PATIENT_SECONDS:
             time.sleep(0.02)
@@ -166,8 +165,8 @@ class Rank:
             self.await_error()
 
     def uneven(self) -> None:
-        """The last rank makes its call after rank 0's wait has timed out, and before the waits of the other ranks
-        would time out. No rank may get a wrong result, and the next call of every rank must raise the error."""
+        """The last rank calls after rank 0's wait has timed out, while the other ranks still wait. No rank may get a
+        wrong result, and the next call of every rank must raise the error."""
         self.site.calls(CALLS - 1)
         dist.barrier()
         start = time.monotonic()
@@ -178,8 +177,7 @@ class Rank:
         self.raises(start)
 
     def uneven_replays(self) -> None:
-        """``uneven`` with a CUDA graph. No host checks for errors between replays, so the replays go on after the
-        abort."""
+        """``uneven`` with a CUDA graph. No host checks for errors between replays, so replays go on after the abort."""
         result = torch.empty(0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -226,15 +224,14 @@ class Rank:
             torch.cuda.synchronize()
 
     def ended(self) -> None:
-        """After a call without its peer, the program destroys its groups and ends, as a healthy program does. Every
-        process must still end with exit status 1."""
+        """After a call without its peer, destroy the groups and end. Every process must end with exit status 1."""
         self.site.calls(CALLS - 1)
         if not self.fails:
             self.site.call()
 
     def behind(self) -> None:
-        """The program destroys the group while the last call is in flight, and reads the call's result afterwards.
-        Every process must end with exit status 1."""
+        """Destroy the group while the last call is in flight, then read its result. Every process must end with exit
+        status 1."""
         self.site.calls(CALLS - 1)
         if not self.fails:
             result = self.site.of.run()
@@ -242,8 +239,7 @@ class Rank:
             result.float().sum().item()
 
     def again(self) -> None:
-        """After a skipped call, all ranks make a new group and use it. The watchdog must not end the ranks
-        afterwards."""
+        """After a skipped call, all ranks make and use a new group. The watchdog must not end them."""
         self.skipped()
         dist.barrier()
         dist.destroy_process_group(self.site.group)
@@ -252,8 +248,8 @@ class Rank:
         time.sleep(GRACE_SECONDS + 1)
 
     def aborted(self) -> None:
-        """Rank 0 aborts its group while the kernels of all ranks except the last rank are waiting. The waits must end
-        long before they would time out."""
+        """Rank 0 aborts its group while kernels wait for the last rank. The waits must end long before they time
+        out."""
         self.site.calls(CALLS - 1)
         if self.rank == 0:
             threading.Timer(1.0, self.site.faults.abort).start()
@@ -264,8 +260,8 @@ class Rank:
 
 
 def probe(folder: Path) -> None:
-    """Multiply on every GPU, to check that the ended processes do not occupy it. Writes the seconds of the slowest GPU
-    to a file, which ``check_faults`` reads."""
+    """Check that the ended processes do not occupy a GPU: multiply on every GPU. Writes the seconds of the slowest GPU
+    to a file for ``check_faults``."""
     slowest = 0.0
     for index in range(torch.cuda.device_count()):
         start = time.monotonic()
@@ -276,7 +272,7 @@ def probe(folder: Path) -> None:
 
 
 def start_rank(rank: int, world_size: int, folder: Path, share: bool) -> None:
-    """Join the process group. ``share``: several ranks may use one GPU (``bench.support.gpu_ranks``)."""
+    """Join the process group. ``share``: several ranks may use one GPU."""
     store = dist.FileStore(str(folder / "store"), world_size)
     torch.cuda.set_device(rank % torch.cuda.device_count())
     if share:
@@ -287,7 +283,7 @@ def start_rank(rank: int, world_size: int, folder: Path, share: bool) -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Wait until the file exists. (If it never exists, ``check_faults`` ends this process.)"""
+    """Wait until the file exists. If it never exists, ``check_faults`` ends this process."""
     while not path.exists():
         time.sleep(0.02)
 
@@ -312,8 +308,7 @@ def main(
         probe(folder)
         return 0
     start_rank(rank, world_size, folder, share == "share")
-    # In scenario ``late``, no wait may time out before the late rank's call. In scenario ``aborted``, no wait may time
-    # out before the abort.
+    # In ``late``, no wait may time out before the late call. In ``aborted``, none may time out before the abort.
     patience = {"late": float(late) + 15, "aborted": PATIENT_SECONDS, "well": PATIENT_SECONDS}.get(
         scenario, TIMEOUT_SECONDS
     )

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of ``check_fused`` for epilogues, and for several weights in one launch. It checks results, measures times,
-and compares the kernels of a call with those of max-autotune."""
+"""The part of ``check_fused`` for epilogues and for several weights in one launch: results, times and kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def half(*shape: int, scale: float = 1.0) -> torch.Tensor:
 def _sites(
     w: int, tokens: int, hidden: int, wide: int
 ) -> dict[str, tuple[Function, Function, list[torch.Tensor], str]]:
-    """``{name: (function with a collective, the same function on one GPU, inputs, name of the kernel)}``."""
+    """``{name: (function with a collective, the function on one GPU, inputs, name of the kernel)}``."""
     g, rows = dist.group.WORLD, tokens // w
     x, y = half(rows, hidden), half(tokens, wide)
     up, down, bias = half(hidden, wide, scale=hidden**-0.5), half(wide, hidden, scale=wide**-0.5), half(wide)
@@ -62,8 +61,8 @@ def _sites(
 
 
 def epilogues(compiled_as: Compile, rank: int, world_size: int) -> list[str]:
-    """Run all sites, in sizes that are not multiples of a tile. Returns the problems. A problem is a result
-    that differs from fp64, an epilogue that was not planned, or a kernel besides the fused one."""
+    """Run all sites, in sizes that are not multiples of a tile. Returns the problems: a result that differs from fp64,
+    no planned epilogue, or a kernel besides the fused one."""
     problems = []
     for name, (function, _, inputs, kernel) in _sites(world_size, 120 * world_size, 520, 1000).items():
         torch._dynamo.reset()
@@ -85,8 +84,7 @@ def epilogues(compiled_as: Compile, rank: int, world_size: int) -> list[str]:
 
 
 def kernels(call: Callable[[], Any]) -> list[str]:
-    """Names of the kernels of one call, without those that only fill memory, and without this package's profiler
-    ranges."""
+    """Names of the kernels of one call, without fills of memory and this package's profiler ranges."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(
@@ -99,9 +97,8 @@ def kernels(call: Callable[[], Any]) -> list[str]:
 
 
 def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """The names of the kernels that a fused site runs. For comparison, rank 0 also returns the names of the kernels
-    that max-autotune's Triton templates need for the same matmul and pointwise ops. (Rank 0 compiles the templates
-    while the other ranks wait.)"""
+    """The names of the kernels that a fused site runs. Rank 0 also returns the kernels of max-autotune's Triton
+    templates for the same matmul and pointwise ops."""
     found = {}
     for name, (function, plain, inputs, _) in _sites(world_size, 1024, 1024, 1024).items():
         if name not in ("gather, bias, silu", "scatter, scaled, residual"):
@@ -125,8 +122,8 @@ def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str,
 
 
 def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of sites of llama3-70b's MLP: with the epilogue in the fused kernel, and with Inductor's pointwise
-    kernel after the fused kernel."""
+    """Microseconds of sites of llama3-70b's MLP, with the epilogue in the fused kernel or in Inductor's kernel after
+    it."""
     found = {}
     for tokens in (2048, 8192):
         for name, (function, _, inputs, _) in _sites(world_size, tokens, 8192, 28672 // world_size).items():
@@ -135,7 +132,7 @@ def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str,
             calls["fused"](*inputs)
             find, tails.find_tail = tails.find_tail, lambda *arguments, **keywords: None
             try:
-                # Both graphs are the same, so a cache would return the code of the first.
+                # Both graphs are equal, so a cache would return the code of the first.
                 with torch._inductor.config.patch(force_disable_caches=True):
                     calls["behind"] = compiled_as("fused", lambda *arguments, f=function: f(*arguments))
                     calls["behind"](*inputs)
@@ -146,9 +143,8 @@ def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str,
 
 
 def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of one launch that multiplies several weights. For comparison, the microseconds of a launch with the
-    widest weight alone, followed by vendor matmuls for the other weights. The weights are llama3-70b's gate and up, and
-    its q, k and v."""
+    """Microseconds of one launch for several weights, and of a launch for the widest weight plus vendor matmuls. The
+    weights are llama3-70b's gate and up, and its q, k and v."""
     found, g = {}, dist.group.WORLD
     for tokens in (1024, 4096):
         for name, widths in {"gate and up": (28672, 28672), "q, k, v": (8192, 1024, 1024)}.items():
@@ -172,8 +168,8 @@ def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, f
 
 
 def _widest_alone(call: Callable[[], Any]) -> Any:
-    """Make ``call`` with a kernel that multiplies only the widest weight, followed by vendor matmuls. (Each call asks
-    ``in_one_launch`` which weights share the launch, so that function is replaced during the call.)"""
+    """Make ``call`` with a kernel for the widest weight only, followed by vendor matmuls. Each call asks
+    ``in_one_launch`` which weights share the launch."""
     together = fused_plan.in_one_launch
     fused_plan.in_one_launch = lambda rhs: [max(range(len(rhs)), key=lambda i: rhs[i].shape[1])]
     try:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the projections before and after Ulysses attention on GPUs: as written, and in each schedule that can compute
-them. ``tests.gpu.check_fused`` runs this. (``bench.operators`` times exchanges of rows.)"""
+"""The part of ``check_fused`` that times the projections before and after Ulysses attention."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ def _from_heads(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 
 def _compiled(function: Callable[..., Any], **switches: Any) -> Callable[..., Any]:
-    """Compile ``function`` with these switches. The compiled function has a new code object, so it shares no entry of
-    Dynamo's cache with another function."""
+    """Compile ``function`` with these switches. Its new code object keeps it out of other functions' entries in
+    Dynamo's cache."""
     namespace = {"function": function}
     exec("def overlapped(*args): return function(*args)", namespace)
     made = torch.compile(namespace["overlapped"], dynamic=False)
@@ -53,11 +52,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def exchange_times(world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds (medians on this rank) of a projection with its exchange, for each of ``WAYS``. ``matmul`` and
-    ``exchange`` are the two parts alone. ``exchange`` moves as many bytes as the exchange of the projection, and
-    permutes nothing. Every result must agree with ``keep``.
+    """Microseconds (medians on this rank) of a projection with its exchange, for each of ``WAYS``.
 
-    The key of a row has the direction, the number of tokens of all ranks, and the hidden size.
+    ``matmul`` and ``exchange`` are the two parts alone. ``exchange`` permutes nothing. Every result must agree with
+    ``keep``. A row's key has the direction, the number of tokens of all ranks, and the hidden size.
     """
     found = {}
     for hidden in (4096, 8192):

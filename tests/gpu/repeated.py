@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repeats calls of sites: with delays, in random order, and in replayed CUDA graphs. Also measures the host's time for
-a call. The GPU checks of all schedules use these functions."""
+"""Repeats calls of sites: with delays, in random order, and in replayed CUDA graphs. Also measures a call's host
+time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 ROUNDS = 15
 Repeated = tuple[str, Callable[[], torch.Tensor], torch.Tensor]
-"""``(name, call, its first result)``. Every later result must be bitwise equal to the first one."""
+"""``(name, call, its first result)``. Every later result must be bitwise equal to the first."""
 
 
 def _counters(sites: Sequence[Repeated]) -> dict[str, torch.Tensor]:
@@ -24,7 +24,7 @@ def _counters(sites: Sequence[Repeated]) -> dict[str, torch.Tensor]:
 
 
 def _late_call(site: Repeated, wrong: dict[str, torch.Tensor], chance: random.Random) -> None:
-    """Make one call and compare its result on the GPU. In one of five cases, this rank delays the call."""
+    """Make one call and compare its result on the GPU. One call in five is delayed on this rank."""
     name, call, first = site
     if chance.random() < 0.2:
         torch.cuda._sleep(chance.randrange(200_000))
@@ -38,11 +38,10 @@ def drawn_calls(
     streams: Sequence[torch.cuda.Stream] = (),
     before: Callable[[int], None] = lambda i: None,
 ) -> dict[str, int]:
-    """Call sites in a random order, which is the same on all ranks, with random delays on each rank. Returns the number
-    of wrong results by name.
+    """Call sites in one random order on all ranks, with other delays on each rank. Returns the number of wrong results
+    by name.
 
-    The random order makes errors visible: if a call wrongly reads data of an earlier call, the earlier call mostly had
-    other inputs, so the result is wrong.
+    The random order makes stale data visible: the call before mostly had other inputs.
 
     Args:
         streams: ``streams[i]`` is the stream of ``sites[i]``; default: the current stream for all. Streams do not wait
@@ -63,9 +62,8 @@ def drawn_calls(
 
 
 def late_calls(sites: Sequence[Repeated], calls: int, rank: int) -> dict[str, int]:
-    """Call sites in turn, with random delays on each rank. Every 37th call runs on another stream. That stream waits
-    for the current stream before the call, and the current stream waits for it after the call. Returns the number of
-    wrong results by name."""
+    """Call sites in turn, with random delays on each rank. Every 37th call runs on another stream, in order with the
+    current stream. Returns the number of wrong results by name."""
     chance = random.Random(rank)
     wrong = _counters(sites)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
@@ -81,8 +79,7 @@ def late_calls(sites: Sequence[Repeated], calls: int, rank: int) -> dict[str, in
 
 def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = ()) -> dict[str, int]:
     """Capture two CUDA graphs and replay them in turn, mixed with eager calls of ``sites``. The first graph calls
-    ``sites``. The second graph calls ``others``, or ``sites`` again if ``others`` is empty. Returns the number of wrong
-    results."""
+    ``sites``. The second calls ``others``, or ``sites`` if ``others`` is empty. Returns the number of wrong results."""
     captured = []
     torch.cuda.synchronize()
     dist.barrier()
@@ -107,9 +104,11 @@ def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = 
 
 
 def host_us(call: Callable[[], Any], calls: int = 20) -> float:
-    """Host time of one call in microseconds, while the GPU is busy: the median over all calls of ``ROUNDS`` rounds with
-    ``calls`` calls each. The rounds are short, because a full queue would block the host. The first call of a round
-    takes 200 us, because the host was idle before. One such call in a round hardly changes the median."""
+    """Host time of one call in microseconds, while the GPU is busy: the median over ``ROUNDS`` rounds.
+
+    The rounds are short, because a full queue would block the host. A round's first call is slow (200 us), because the
+    host was idle. The median hides it.
+    """
     took = []
     for _ in range(ROUNDS):
         dist.barrier()

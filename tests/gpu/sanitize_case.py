@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a few calls for compute-sanitizer, with all patterns of all schedules except ``ring``. The calls are small,
-because this tool makes kernels about fifty times slower. The exit status is 1 if a result was wrong.
+"""Makes a few small calls of all schedules except ``ring``, for compute-sanitizer. The exit status is 1 if a result was
+wrong.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all \\
         torchrun --nproc-per-node 2 -m tests.gpu.sanitize_case [--schedules fused] [--ranks-share-gpus]
 
-Without torch's caching allocator, every tensor has its own allocation, so the tool finds each read and write past the
-end of a tensor. A wait in a kernel times out after the group's timeout, which is two hours here.
+Without torch's caching allocator, every tensor has its own allocation. So the tool finds each access past the end of a
+tensor. The tool makes kernels about fifty times slower.
 
-``--ranks-share-gpus`` uses a gloo group, so that the tool does not check NCCL's kernels. Each rank still has its own
-GPU if there are enough GPUs. ``wave_groups`` is left out, because it needs NCCL.
+``--ranks-share-gpus`` uses a gloo group, so that the tool does not check NCCL's kernels. ``wave_groups`` is left out,
+because it needs NCCL.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tests.gpu.stress_scenarios import Stress
 from tests.gpu.stress_sites import Shape
 
 PATIENCE_SECONDS = 7200.0
-"""Timeout of the groups."""
+"""Timeout of the groups and of waits in kernels."""
 SHAPES = (Shape(512, 8, 128, 264), Shape(304, 16, 72, 136))
-"""On 2 ranks each shard has two bands. Not all sizes are multiples of a tile."""
+"""On 2 ranks, each shard has two bands. Not all sizes are multiples of a tile."""
 CALLS = 6
 """Calls of each variant, drawn from two sites."""
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a site of each pattern computes in stress checks: the sizes of its operands, the call of its op, and the right
-result in fp64.
+"""What a site of each pattern computes in stress checks: operand sizes, the call of the op, and the fp64 result.
 
-Every rank can draw the operands of all ranks. So every rank computes the right result alone, without a collective.
+Every rank draws the operands of all ranks. So every rank computes the right result alone.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ Drawn = Callable[[int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call in a group of ``ranks`` ranks. ``tokens`` is a multiple of ``ranks``. Each pattern's ``left`` and
-    ``right`` say what ``inner`` and ``columns`` are."""
+    """Sizes of a call in a group of ``ranks`` ranks. ``tokens`` is a multiple of ``ranks``. Each pattern gives
+    ``inner`` and ``columns`` a meaning."""
 
     ranks: int
     tokens: int
@@ -42,14 +41,13 @@ class Sizes:
 
 
 class Pattern(ABC):
-    """A pattern as stress checks use it. ``planned_as`` is the name under which a schedule plans its workspace."""
+    """A pattern of stress checks. ``planned_as``: the name under which a schedule plans the pattern's workspace."""
 
     planned_as: str
 
     def left(self, sizes: Sizes) -> Size:
-        """Rows and columns of a rank's left operand, which is also what the rank sends if the collective comes first.
-        By default, ``[tokens, inner]``. In an all-to-all, each rank gets a slice of these rows. In a reduction, these
-        are the rows of the whole result."""
+        """Rows and columns of a rank's left operand. By default, ``[tokens, inner]``. If the collective comes first,
+        the rank sends this operand. In an all-to-all, each rank gets a slice of the rows."""
         return sizes.tokens, sizes.inner
 
     def right(self, sizes: Sizes) -> Size:
@@ -57,27 +55,27 @@ class Pattern(ABC):
         return sizes.inner, sizes.columns
 
     def planned_rows(self, sizes: Sizes) -> int:
-        """The number of rows in a shard, as the planner counts them when it plans the site's workspace."""
+        """The number of rows in a shard, as the planner counts them."""
         return -(-self.left(sizes)[0] // sizes.ranks)
 
     @abstractmethod
     def run(
         self, op: Any, chain: torch.Tensor, a: torch.Tensor, b: torch.Tensor, used: bool, settings: str, *where: str
     ) -> torch.Tensor:
-        """Call ``op``. ``used``: if the ranks exchange before the matmul, the result also has what the rank received,
-        behind the columns of the product. ``where``: the names of the group and of the site."""
+        """Call ``op``. ``used``: if the exchange comes first, append what the rank received to the product's columns.
+        ``where``: the names of the group and of the site."""
 
     @abstractmethod
     def exact(self, lefts: Sequence[torch.Tensor], right: Drawn, rank: int, used: bool) -> torch.Tensor:
-        """The result that ``run`` must return on ``rank``, in fp64. ``lefts``: the left operands of all ranks."""
+        """The result of ``run`` on ``rank``, in fp64. ``lefts``: the left operands of all ranks."""
 
 
 class ReceivedFirst(Pattern):
-    """The ranks exchange first. Then each rank multiplies what it has received by its own right operand."""
+    """The ranks exchange first. Then each rank multiplies what it received by its own right operand."""
 
     @abstractmethod
     def operand(self, lefts: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-        """The matmul's left operand on ``rank``, as the exchange leaves it."""
+        """The matmul's left operand on ``rank``, after the exchange."""
 
     def run(
         self, op: Any, chain: torch.Tensor, a: torch.Tensor, b: torch.Tensor, used: bool, settings: str, *where: str
@@ -118,7 +116,7 @@ class Received(ReceivedFirst):
 @dataclass(frozen=True)
 class Contracted(ReceivedFirst):
     """``all_to_all(a)`` with the slices side by side, times ``b [ranks * inner, columns]``. ``inner`` is rounded up to
-    a multiple of ``block_k``, because schedule ``fused`` expects slices of whole blocks."""
+    a multiple of ``block_k``, because schedule ``fused`` needs slices of whole blocks."""
 
     block_k: int
     planned_as = RECEIVED
@@ -174,8 +172,11 @@ class Scatter(Reduce):
 
 @dataclass(frozen=True)
 class Sent(MultipliedFirst):
-    """``all_to_all(a @ b)``: of rows, with ``a [tokens, inner]``; or ``by_columns``, with ``a [tokens / ranks, inner]``
-    and ``b [inner, ranks * columns]``. The result is ``[tokens, columns]``."""
+    """``all_to_all(a @ b)``. The result is ``[tokens, columns]``.
+
+    - of rows: ``a [tokens, inner]``, ``b [inner, columns]``;
+    - ``by_columns``: ``a [tokens / ranks, inner]``, ``b [inner, ranks * columns]``.
+    """
 
     by_columns: bool
     planned_as = SENT

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scenarios of ``tests.gpu.check_stress``. Each function makes a number of calls of one variant (a schedule, a
-pattern and a way to run it).
+"""The scenarios of ``tests.gpu.check_stress``. Each calls one variant many times.
 
-A scenario returns the number of wrong results by name. All ranks make the same calls in the same order. Only delays,
-foreign work and the allocations of ``given_back`` differ between ranks. Foreign work is GPU work that does not belong
-to the sites."""
+A variant is a schedule, a pattern and a way to run it. A scenario returns the number of wrong results by name. All
+ranks make the same calls in the same order. Only delays, foreign GPU work and allocations differ between ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +31,21 @@ from tests.gpu.stress_variants import Variant
 
 LATE_SECONDS = 0.5
 POISON_EVERY = 20
-"""The number of calls between two fillings with NaN. Each filling waits for all work of the group."""
+"""The number of calls between two fillings with NaN."""
 GIVE_BACK_EVERY = 12
 BESIDE_ELEMENTS = 8 << 20
 """fp32 elements of the collectives beside the sites: 32 MiB."""
 FOREIGN_SIZE, FOREIGN_MATMULS, FOREIGN_CYCLES = 8192, 6, 35_000_000
-"""Foreign work: the size of its matmuls, their number, and the cycles of a kernel that sleeps for 20 ms. Each matmul
-fills the GPU for about 1.5 ms."""
+"""Foreign work: the size of its matmuls, their number, and the cycles of a kernel that sleeps for 20 ms."""
 
 
 def make_groups(rank: int, world_size: int, seconds: float) -> dict[str, dist.ProcessGroup]:
-    """This rank's groups: ``world``; ``second``, of the same ranks; ``pair``, of ranks ``r`` and ``W - 1 - r``; ``row``
-    and ``column`` of a mesh ``[W / 2, 2]``. On 2 ranks, ``row`` and ``column`` are ``world`` and ``second``. All ranks
-    call this function together. ``world_size`` is even."""
+    """This rank's groups. All ranks call this function together. ``world_size`` is even.
+
+    - ``world``, and ``second`` of the same ranks;
+    - ``pair``: ranks ``r`` and ``W - 1 - r``;
+    - ``row`` and ``column`` of a mesh ``[W / 2, 2]``. On 2 ranks, they are ``world`` and ``second``.
+    """
     timeout, everyone = datetime.timedelta(seconds=seconds), range(world_size)
 
     def mine(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -80,7 +81,7 @@ class Stress:
         return stress_sites.sites(variant, self.groups[group], ("a", "b"), self.shapes)
 
     def sites(self, variant: Variant, group: str = "world") -> list[list[Repeated]]:
-        """The calls of two sites with their first results, ``INPUTS`` calls of each shape."""
+        """The calls of two sites with their first results."""
         key = variant.schedule, variant.pattern, variant.way, group
         if key not in self._sites:
             made = self.made(variant, group)
@@ -100,13 +101,13 @@ class Stress:
 
 
 def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """The first calls of two sites, with all shapes. During these calls, the hosts still load kernels. Odd ranks come
-    late. The kernels of even ranks wait for them, while the hosts of even ranks load the kernels of the next calls. Odd
-    ranks load their kernels while their peers wait. (This must be the first scenario of a process, because later no
-    kernel is left to load. An earlier run on the machine must have compiled the kernels, because compiling takes longer
-    than the delay.)"""
-    # Before the barrier, make the workspace, and load the kernels that draw inputs. So nothing synchronises the ranks
-    # after the barrier.
+    """The first calls of two sites, while the hosts still load kernels.
+
+    Odd ranks come late. The kernels of even ranks wait for them, while the hosts of even ranks load more kernels. Run
+    this scenario first in a process: later, no kernel is left to load. The kernels must be in the compile cache,
+    because compiling takes longer than the delay.
+    """
+    # Make the workspace and load the kernels that draw inputs now. Otherwise they would synchronise the ranks later.
     stress.made(variant, "world")
     torch.cuda.synchronize()
     dist.barrier()
@@ -121,8 +122,7 @@ def delays(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def poison(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Two sites. Before every ``POISON_EVERY``-th call, their workspace and the memory that the next calls will
-    allocate are filled with NaN."""
+    """Two sites. Every ``POISON_EVERY`` calls, fill their workspace and the memory of coming results with NaN."""
     a, b = stress.sites(variant)
     known = a + b
     like = [first for *_, first in known[::INPUTS]]
@@ -141,7 +141,7 @@ def two_sites(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def two_groups(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Two sites: one in the group of this rank's row of a mesh, and one in the group of its column."""
+    """Two sites: one in the group of this rank's row, one in the group of its column."""
     return drawn_calls(stress.sites(variant, "row")[0] + stress.sites(variant, "column")[1], calls, stress.rank)
 
 
@@ -164,9 +164,11 @@ def stream(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def given_back(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Two sites. Between their calls, each rank repeatedly returns memory to the GPU and allocates other sizes. A
-    tensor may then have the same address as an earlier tensor, but lie in a new allocation. A CUDA graph whose copies
-    use the old allocation must not be replayed, because CUDA would refuse to launch it."""
+    """Two sites. Between calls, each rank returns memory to the GPU and allocates other sizes.
+
+    A tensor may then get an old address in a new allocation. A CUDA graph that copies from the old allocation must not
+    be replayed.
+    """
     a, b = stress.sites(variant)
     chance, held = random.Random(2000 + stress.rank), []
 
@@ -188,8 +190,7 @@ def subgroup(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """One site. Meanwhile, collectives of tens of megabytes run on another stream, in a second group of the same
-    ranks."""
+    """One site, while large collectives of a second group run on another stream."""
     other, beside = stress.groups["second"], torch.cuda.Stream()
     mine = torch.full((BESIDE_ELEMENTS,), float(stress.rank), device=gpu_ranks.device())
     largest, everyone = mine.clone(), mine.new_empty(stress.world_size * BESIDE_ELEMENTS)
@@ -213,8 +214,7 @@ def beside_nccl(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def foreign(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """One site. At random times, foreign work runs on a rank's GPU, on a stream of higher priority. The work is matmuls
-    that fill the GPU, or a kernel that sleeps."""
+    """One site. At random times, matmuls or a sleeping kernel run on the GPU, on a stream of higher priority."""
     chance, theirs = random.Random(1000 + stress.rank), torch.cuda.Stream(priority=-1)
     x = torch.zeros(FOREIGN_SIZE, FOREIGN_SIZE, device=gpu_ranks.device(), dtype=stress_sites.dtype)
     y = torch.empty_like(x)
@@ -234,15 +234,14 @@ def foreign(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def determinism(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """The same inputs must give the same bits at the sites of another group, which have a workspace of their own."""
+    """Equal inputs must give equal bits in another group, which has its own workspace."""
     (a, b), (c, d) = stress.sites(variant), stress.sites(variant, "second")
     same = [(name, run, first) for (*_, first), (name, run, _) in zip(a + b, c + d, strict=True)]
     return drawn_calls(same, calls, stress.rank)
 
 
 def graphs(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Replays of two CUDA graphs in turn, with different inputs, mixed with eager calls. (``tests.gpu.check_fused``
-    checks ``reduce-overhead``.)"""
+    """Replays of two CUDA graphs in turn, with different inputs, mixed with eager calls."""
     known = stress.sites(variant)[0]
     return replays(known[::INPUTS], calls, known[1::INPUTS])
 
@@ -261,8 +260,11 @@ SCENARIOS: dict[str, tuple[Scenario, int]] = {
 
 
 def applies(scenario: str, variant: Variant, share_gpus: bool) -> bool:
-    """Whether a scenario applies to a variant. NCCL refuses two ranks on one GPU. In ``wave_groups``, NCCL chooses the
-    order of the sums, so the bits may differ between groups."""
+    """Whether a scenario applies to a variant.
+
+    NCCL refuses two ranks on one GPU. In ``wave_groups``, NCCL chooses the order of the sums, so bits may differ
+    between groups.
+    """
     if share_gpus and (scenario == "beside_nccl" or variant.schedule == "wave_groups"):
         return False
     return scenario != "determinism" or variant.schedule != "wave_groups"

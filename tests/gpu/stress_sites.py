@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sites for stress checks. A site is one op of a schedule in a group, with a few inputs.
 
-Inputs are drawn from seeds that all ranks know. So every rank can compute the right results alone, and no collective is
-needed. The first result of a call is compared with fp64. Later results must be bitwise equal to the first result, and
-this comparison needs only three small kernels.
+Inputs are drawn from seeds that all ranks know. So every rank computes the right results alone. A call's first result
+is compared with fp64. Later results must be bitwise equal to the first.
 """
 
 from __future__ import annotations
@@ -34,21 +33,20 @@ from tests.gpu.stress_variants import Variant
 define_ops()
 
 INPUTS = 3
-"""The number of left operands of each shape. A slot has two halves, which calls use in turn. If only two operands took
-turns, each half would always get the same operand, and stale rows would not be found."""
+"""The number of left operands of each shape. It is odd because calls use a slot's two halves in turn. With two
+operands, each half would always get the same operand, and stale rows would not be found."""
 LIMIT = 2**33
 TOLERANCE = 2e-2
-"""Largest error that is allowed, relative to the largest element."""
+"""The largest error that is allowed, relative to the largest element."""
 POISON = 0xFF
-"""If all bytes of a number in fp16, bf16, fp32 or fp8 have this value, the number is NaN."""
+"""A number in fp16, bf16, fp32 or fp8 whose bytes all have this value is NaN."""
 dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a call. In most patterns, one rank's whole matmul is ``[tokens, inner] @ [inner, columns]``
-    (``tests.gpu.stress_patterns`` has the sizes of the other patterns). Schedule ``small_message`` uses ``few`` tokens
-    in place of ``tokens``."""
+    """Sizes of a call. In most patterns, a rank's whole matmul is ``[tokens, inner] @ [inner, columns]``. See
+    ``tests.gpu.stress_patterns`` for the others. Schedule ``small_message`` uses ``few`` tokens."""
 
     tokens: int
     few: int
@@ -57,8 +55,7 @@ class Shape:
 
 
 SHAPES = (Shape(1024, 64), Shape(640, 24))
-"""The tokens of both are multiples of 8. On 2, 4 and 8 ranks, the rows of a shard of the second shape are not a
-multiple of a tile."""
+"""The tokens of both are multiples of 8. In the second shape, a shard's rows are not a multiple of a tile."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Call:
         name: the site's name.
         shape: index of the call's shape.
         run: makes the call.
-        exact: computes, in fp64, the result that ``run`` must return.
+        exact: the right result in fp64.
     """
 
     name: str
@@ -117,7 +114,7 @@ class _Site:
         return _drawn(self.seed, "left", rank, size[0], number, size=size)
 
     def right(self, rank: int, shape: Shape) -> torch.Tensor:
-        """The weight, transposed as a layer holds it. It is scaled so that results are about 1."""
+        """The weight, transposed as a layer holds it, and scaled so that results are about 1."""
         inner, columns = self.pattern.right(self.sizes(shape))
         return (_drawn(self.seed, "right", rank, size=(columns, inner)) / inner**0.5).t()
 
@@ -125,8 +122,8 @@ class _Site:
         tokens = self.sizes(shape).tokens
         settings = self.variant.settings(tokens // (1 if self.variant.pattern == REDUCE else self.world_size))
         a, where = self.left(self.rank, shape, number), (self.group.group_name, self.name)
-        # If the ranks exchange before the matmul, calls of every second shape also return what was received. The kernel
-        # of such a call does not end the call, because the received tensor is copied after the kernel.
+        # If the exchange comes first, calls of every second shape also return what was received. Such a call copies the
+        # received tensor after its kernel.
         used = index % 2 == 1
 
         def run() -> torch.Tensor:
@@ -142,11 +139,10 @@ class _Site:
 def sites(
     variant: Variant, group: dist.ProcessGroup, names: Sequence[str], shapes: Sequence[Shape] = SHAPES, seed: object = 0
 ) -> list[list[Call]]:
-    """Make a site for each name, and the workspace for them. Returns each site's calls, with ``INPUTS`` inputs of each
-    shape. All ranks of the group call this together.
+    """Make a site for each name, and the sites' workspace. All ranks of the group call this together.
 
-    Sites that are made together take the group's slots in turn, and have different inputs. The same seeds give the same
-    inputs, also in another group.
+    Returns each site's calls, with ``INPUTS`` inputs of each shape. The sites take the group's slots in turn. Equal
+    seeds give equal inputs, also in another group.
     """
     made = [
         _Site(variant, group, f"{name} {variant.schedule} {variant.pattern} {variant.way}", (seed, i))
@@ -157,7 +153,7 @@ def sites(
             group, gpu_ranks.device(), json.dumps([site.request(shapes) for site in made]), LIMIT
         )
         assert reason is None, reason
-        # If the workspace had no room for a site, its op would run the plain collective.
+        # A site without room in the workspace would run the plain collective.
         assert not workspace.workspace_of(group, gpu_ranks.device()).without_room
     found = []
     for site in made:
@@ -169,7 +165,7 @@ def sites(
 
 
 def first_results(calls: Sequence[Call]) -> list[Repeated]:
-    """Make every call once, one after the other, without waiting. Returns the calls with their results."""
+    """Make every call once without waiting. Returns the calls with their results."""
     return [(call.name, call.run, call.run()) for call in calls]
 
 
@@ -193,17 +189,16 @@ def digest(results: Sequence[torch.Tensor]) -> int:
 
 
 def poison(group: dist.ProcessGroup, like: Sequence[torch.Tensor]) -> None:
-    """Fill with NaN the part of the group's workspace that peers write to, and the memory that the allocator will
-    return for tensors like ``like``. All ranks call this function together.
+    """Fill with NaN the workspace that peers write to, and the memory that tensors like ``like`` will get.
 
-    A rank may fill its own workspace only between two barriers and with nothing in flight on any rank. A peer's
-    next call may write there as soon as this rank's last call has ended. Flags and counters are not changed.
+    All ranks call this together. Flags and counters keep their values. The barriers are needed because a peer's next
+    call may write here as soon as this rank's last call has ended.
     """
     torch.cuda.synchronize()
     dist.barrier(group)
     for slot in workspace.workspace_of(group, gpu_ranks.device()).arena.slots:
         slot.data.local.fill_(POISON)
-    # All of these tensors exist at the same time, so that each has its own memory.
+    # All of these tensors exist at once, so each has its own memory.
     _ = [torch.full_like(tensor, float("nan")) for tensor in like for _ in range(2)]
     torch.cuda.synchronize()
     dist.barrier(group)

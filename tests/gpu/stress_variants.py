@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variants that stress checks call: each pattern of each schedule, in each way in which the schedule can run it."""
+"""The variants of stress checks: each pattern of each schedule, in each way to run it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from overlap_inductor.lowerings.fused import parameters as fused_plan
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 SENT, RECEIVED, CONTRACTED = "matmul_all_to_all", "all_to_all_matmul", "contracted_all_to_all_matmul"
-"""The patterns with an all-to-all. A site with a contraction has pattern ``RECEIVED``, but it has an op of its own. So
-``CONTRACTED`` counts as a pattern here."""
+"""The patterns with an all-to-all. ``CONTRACTED`` is pattern ``RECEIVED`` with a contraction. It has an op of its own,
+so it counts as a pattern here."""
 PATTERNS = (GATHER, SCATTER, REDUCE, SENT, RECEIVED, CONTRACTED)
 BANDED = {"parts": 2, "parts_from": 0}
 """Schedule ``fused`` cuts each shard into two bands, whatever its size."""
@@ -23,7 +23,7 @@ BANDED = {"parts": 2, "parts_from": 0}
 
 @dataclass(frozen=True)
 class Variant:
-    """A schedule's op for a pattern, in one of the ways in which it can run.
+    """A schedule's op for a pattern, in one of the ways to run it.
 
     Attributes:
         pattern: one of ``PATTERNS``.
@@ -42,14 +42,14 @@ class Variant:
         """The op's settings for a call. ``rows``: rows of a shard; for an all-reduce, of the whole matmul."""
         if self.schedule != "wave_groups":
             return json.dumps(self.fixed, sort_keys=True)
-        # A fixed partition in place of a measured one. It has two groups of waves: the first band, and all other bands.
+        # A fixed partition with two groups of waves: the first band, and all other bands.
         bands = -(-rows // self.fixed.get("block_m", 128))
         return json.dumps({**self.fixed, "partition": [0, 1, bands] if bands > 1 else [0, 1]}, sort_keys=True)
 
 
 def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
-    """Every way of every pattern of these schedules. Most ways have more than one band, chunk or group of
-    waves if there are enough rows. ``replays``: repeated calls are replayed as CUDA graphs (``runtime.replay``)."""
+    """Every way of every pattern of these schedules. ``replays``: repeated calls are replayed as CUDA graphs
+    (``runtime.replay``)."""
     found = [*_fused(), *_chunked()]
     found += [
         Variant("small_message", REDUCE, way, {"two_shot": way == "two_shot"}) for way in ("one_shot", "two_shot")
@@ -70,8 +70,7 @@ def _fused() -> list[Variant]:
         variant(GATHER, "sm_push", **BANDED, slices=1),
         variant(SCATTER, "", **BANDED),
         variant(REDUCE, "", **BANDED),
-        # By default, half of the blocks push if K is as small as at these sites (``pushers_of``). In the way ``few
-        # push``, four blocks push.
+        # By default, half of the blocks push if K is this small (``pushers_of``).
         variant(REDUCE, "few push", parts=0, pushers=4),
         variant(GATHER, "slices", slices_tiles=fused_plan.NEVER),
         variant(GATHER, "copy_engine", copies_from=0),
@@ -86,8 +85,8 @@ def _fused() -> list[Variant]:
 
 
 def _chunked() -> list[Variant]:
-    """In a way with the name of a transport, this transport sends each shard in chunks. In the way ``in turn``, copies
-    of whole shards take turns, and the schedule chooses the number of chunks."""
+    """Most ways have a transport's name: it sends each shard in chunks. ``in turn``: copies of whole shards take
+    turns."""
     ways: dict[str, dict[str, Any]] = {
         "copy_engine": {"transport": "copy_engine", "chunks": 3},
         "sm_push": {"transport": "sm_push", "chunks": 3},

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Skips the tests of this folder unless kernels run in Triton's interpreter: ``TRITON_INTERPRET=1 pytest
-tests/kernels``. ``TRITON_INTERPRET`` must be set before a kernel is defined."""
+tests/kernels``. The variable must be set before a kernel is defined."""
 
 from __future__ import annotations
 

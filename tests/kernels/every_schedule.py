@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of every schedule whose kernels wait for peers, for tests that run all these schedules. Each rank can compute
-the right result of a call alone."""
+"""Calls of every schedule whose kernels wait for peers. Each rank computes the right result alone."""
 
 from __future__ import annotations
 
@@ -42,10 +41,9 @@ class Call:
     """A call of a schedule.
 
     Attributes:
-        run: ``run(launch, value)`` makes the call on matrices full of ``value`` and of ones. All ranks pass the same
+        run: ``run(launch, value)`` makes the call on matrices full of ``value`` and of ones. All ranks pass one
             ``value``. Every element of the result is ``right(value, world_size)``.
-        gathers: whether ``right`` is the same for every number of ranks, as for a gather or an all-to-all. A reduction
-            adds the products of all ranks, so its ``right`` grows with the number of ranks.
+        gathers: whether ``right`` does not depend on the number of ranks, as for a gather or an all-to-all.
     """
 
     run: Callable[[Launch, float], torch.Tensor]
@@ -71,8 +69,8 @@ def _fused(pattern: str, parameters: FusedParameters = FUSED) -> Call:
 
 
 def _with_gathered(run: Callable[[torch.Tensor, torch.Tensor, Launch], Sequence[torch.Tensor]]) -> Call:
-    """A gather that also returns the gathered tensor. Each element of the product is a sum of 16 equal terms. The
-    gathered tensor is multiplied by 16, so that all elements of the result are equal."""
+    """A gather that also returns the gathered tensor, times 16. Each element of the product is a sum of 16 equal terms,
+    so all elements are equal."""
 
     def both(launch: Launch, value: float) -> torch.Tensor:
         product, gathered = run(*_operands(GATHER, launch, value), launch)
@@ -107,7 +105,7 @@ def _fused_exchange(pattern: str, parameters: FusedParameters = FUSED) -> Call:
 
 
 def _contracted(launch: Launch, value: float) -> torch.Tensor:
-    """Each sum has ``world_size`` times as many terms as in the other calls, so it is divided by ``world_size``."""
+    """The sum has ``world_size`` times as many terms as in other calls, so it is divided by ``world_size``."""
     a, w = torch.full((ROWS * launch.world_size, 16), value).half(), launch.world_size
     return contracted_all_to_all_matmul(a, torch.ones(16, 16 * w).half().t(), launch, FUSED) / w
 
@@ -123,7 +121,7 @@ def _received_in_chunks(launch: Launch, value: float) -> torch.Tensor:
 
 
 def _contracted_in_chunks(launch: Launch, value: float) -> torch.Tensor:
-    """The result is divided by the number of ranks, because its sum runs over the slices of all ranks."""
+    """The sum runs over the slices of all ranks, so it is divided by their number."""
     a, b = _operands(SCATTER, launch, value)
     parameters = replace(CHUNKED, transport="copy_engine", bands=2)
     matmul = VendorMatmul(b.repeat(launch.world_size, 1))
@@ -140,8 +138,7 @@ def _small(two_shot: bool, norm: bool) -> Call:
             return small_message.all_reduce(product, launch, parameters)
         residual, weight = torch.zeros(4, 32).half(), torch.ones(32).half()
         normed, residual_out = small_message.all_reduce_norm(product, residual, weight, 0.0, launch, parameters)
-        # RMSNorm turns a row of equal numbers into ones. If ``normed`` has another value, it is returned in place of
-        # the sum, so that the test fails.
+        # RMSNorm turns a row of equal numbers into ones. A wrong ``normed`` is returned, so that the test fails.
         return torch.where((normed == 1).all(), residual_out, normed)
 
     return Call(run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs ranks as processes that share memory. Each process runs its kernels in Triton's interpreter."""
+"""Runs ranks as processes that share memory, with kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from overlap_inductor.runtime.workspace import Launch
 def run_ranks(
     world_size: int, function: Callable[..., None], *args: Any, seconds: float = 200, ends: Sequence[int] = ()
 ) -> None:
-    """Run ``function(rank, *args)`` in one forked process for each rank. (Forked processes need not import the modules
-    again.)
+    """Run ``function(rank, *args)`` in one forked process for each rank.
 
-    Fails if a rank does not end in time, or if the ranks' exit statuses are not ``ends`` (default: 0 for all; ``-n``
-    means signal ``n``)."""
-    # A forked process has none of its parent's threads. A matmul that used the parent's thread pool would wait forever.
+    Fails if a rank does not end in time, or if the ranks' exit statuses are not ``ends``. By default, all statuses must
+    be 0. A status ``-n`` means signal ``n``.
+    """
+    # A forked process has no threads of its parent. A matmul in the parent's thread pool would wait forever.
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=function, args=(r, *args)) for r in range(world_size)]
@@ -73,8 +73,8 @@ class SharedBuffer:
 
 @dataclass(frozen=True)
 class SharedWorkspace:
-    """The shared memory of all ranks' slots. ``data`` is filled with bytes that are NaN in fp16. ``board``: memory in
-    which ranks report faults to each other."""
+    """The shared memory of all ranks' slots. ``data`` is filled with bytes that are NaN in fp16. Ranks report faults on
+    ``board``."""
 
     data: torch.Tensor
     flags: torch.Tensor
@@ -115,7 +115,7 @@ class SharedWorkspace:
 
 
 def exact(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: bool, average: bool, rows: int) -> list[torch.Tensor]:
-    """The result of each rank, computed in fp64.
+    """The result of each rank, in fp64.
 
     Args:
         a: left operands of all ranks, ``[W, rows, K]`` for a gather, else ``[W, all rows, K]``.
@@ -139,8 +139,7 @@ def exact(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: bool, average: b
 
 
 def at_rest(slot: Slot) -> bool:
-    """Whether the kernels' counters are zero, as they must be between calls. The word ``ANNOUNCED`` may have any
-    value."""
+    """Whether the kernels' counters are zero, as between calls. The word ``ANNOUNCED`` may have any value."""
     counted = slot.queues.clone()
     counted[ANNOUNCED] = 0
     return not counted.any() and not slot.tiles.any()

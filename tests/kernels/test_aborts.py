@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of three ranks gives up (a wait in its kernel times out) or aborts the group from its host. The tests run every
-schedule whose kernels wait for peers.
+"""One of three ranks gives up, or its host aborts the group, in every schedule whose kernels wait for peers.
 
-No rank may return a wrong number: after the fault, each number must be right or NaN. Each rank must get an error. On
-the other ranks, the error names the rank that gave up or aborted. If a rank gave up, all errors say what that rank
-waited for. In its next call, the rank that gave up must store nothing at its peers. From that call on, it must set no
-flag for which a peer waits. This holds even if the host does not check for errors between calls, as in replays of a
-CUDA graph. (Copy engines store and set flags all the same. But they set each flag to a number for which no rank
-waits.)"""
+After the fault:
+
+- each returned number is right or NaN;
+- each rank gets an error. On the other ranks, the error names the rank that gave up or aborted;
+- if a rank gave up, all errors say what that rank waited for;
+- in its next call, the rank that gave up stores nothing at its peers;
+- from that call on, it sets no flag for which a peer waits.
+
+This holds even if the host does not check for errors between calls, as in replays of a CUDA graph. Copy engines still
+store, but set each flag to a number for which no rank waits.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +33,8 @@ from tests.kernels.ranks import shared
 
 WORLD = 3
 IMPATIENT_NS, PATIENT_NS = 100_000, 10**15
-"""Two patiences. The patience is the time in nanoseconds after which a wait in a kernel times out. The interpreter
-counts polls instead, one for each 1000 ns: ``IMPATIENT_NS`` is 100 polls, and ``PATIENT_NS`` lasts longer than any
-test."""
+"""Two patiences in nanoseconds. The interpreter counts polls, one for each 1000 ns. ``IMPATIENT_NS`` is 100 polls.
+``PATIENT_NS`` outlasts any test."""
 SECONDS = 60.0
 IN_VAIN = r"site some site of group 'tp' timed out waiting for [a-z -]+ rank 2: expected call 2, saw call 1"
 FIRST = "rank 0 gave up first: "
@@ -51,14 +54,14 @@ def _await(steps: torch.Tensor, step: int) -> None:
 
 
 def _as_a_graph(launch: Launch, patience_ns: int) -> Launch:
-    """Turn off the host's check in ``launch``, which would raise an error. The kernels then run again after a fault, as
-    in a CUDA graph."""
+    """Turn off the host's check, which would raise an error. The kernels then run again after a fault, as in a CUDA
+    graph."""
     launch.faults.check = lambda: None  # type: ignore[method-assign]
     return replace(launch, patience_ns=patience_ns, prepared={})
 
 
 def _flags_from(space: SharedWorkspace, source: int) -> torch.Tensor:
-    """The flags that ``source`` sets. In the memory of each rank, these are one credit and ``SIGNALS`` signals."""
+    """The flags that ``source`` sets: in the memory of each rank, one credit and ``SIGNALS`` signals."""
     flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
     first = WORLD + source * SIGNALS
     return torch.cat([flags[:, source : source + 1], flags[:, first : first + SIGNALS]], 1)
@@ -92,7 +95,7 @@ def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Ten
         # Peers make no call until rank 0 reaches step 3.
         stored = space.data[1:].clone()
         _right_or_told(name, launch, 3)
-        # (Copy engines do not look at abort words: ``transports.copy_engine``.)
+        # Copy engines do not look at abort words: ``transports.copy_engine``.
         assert "cop" in name or torch.equal(space.data[1:], stored), "a rank that has given up stored to a peer"
     _meet(steps, rank, 3)
     for call in (4, 5):

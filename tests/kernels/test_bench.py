@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the operator bench in Triton's interpreter, with schedules that turn a site into one op. A wrong result must end
-the bench."""
+"""Runs the operator bench in Triton's interpreter, with schedules of one op. A wrong result must end the bench."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ def _run(rank: int, world_size: int, folder: str, arguments: list[str]) -> list[
     from bench import operators
     from bench import timing
 
-    # (In the interpreter, a call takes some tenths of a second.)
+    # In the interpreter, a call takes some tenths of a second.
     timing.CALLS_IN_LOOP = 1, 1
     use_shared_memory(folder)
     torch.manual_seed(rank)
@@ -101,7 +100,7 @@ def test_fp8(tmp_path: Path) -> None:
         for pattern in ("all_gather_matmul", "matmul_reduce_scatter")
         for runs in ("keep", "chunked")
     ]
-    # (Results are rounded to bf16, so no error is 0.)
+    # Results are rounded to bf16, so no error is 0.
     assert all(0 < row["error"] < 2e-2 for row in first)
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs schedule ``chunked`` on processes that share memory, with its kernels in Triton's interpreter. There are no
-streams, so all work runs in the order of its launch. Therefore, before a call waits, it must have sent the rows that
-its peers need."""
+"""Runs schedule ``chunked`` on processes that share memory, with its kernels in Triton's interpreter.
+
+Without streams, work runs in the order of its launch. So before a call waits, it must have sent its peers' rows.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 @dataclass(frozen=True)
 class Case:
     """``CALLS`` calls in one slot. If the number of chunks is given, each call has one chunk more than the call before.
-    The flags must still have the same meaning, because sites with different numbers of chunks share a slot.
+    Sites with different numbers of chunks share a slot, so flags must keep their meaning.
 
     Attributes:
         rows: rows of a shard.
@@ -170,8 +171,7 @@ def test_agrees_with_fp64(name: str) -> None:
 
 
 def test_partial_sums_are_rounded_once() -> None:
-    """The sum 2048 + 1 + 1 must be 2050. If the terms were added from left to right and rounded to fp16 after each
-    addition, both ones would be lost."""
+    """The sum 2048 + 1 + 1 must be 2050. With a rounding to fp16 after each addition, both ones would be lost."""
     out = shared(3, 8, 8, dtype=torch.float16)
     workspace = SharedWorkspace.of(3, 3 * 8 * 8 * 2, 1)
     run_ranks(3, _round_once, workspace, out)
@@ -229,10 +229,8 @@ class _Side:
 def test_credits_are_awaited_on_the_stream_of_the_matmuls(
     monkeypatch: pytest.MonkeyPatch, pattern: str, before: int
 ) -> None:
-    """A call waits once for its peers' credits, which permit it to write into their workspaces. It waits before the
-    first matmul of a gather, or after the first matmul of a reduction. This wait comes before the first transfer. It
-    runs on the stream of the matmuls, because on another stream the waiting kernel could hold an SM and delay a
-    matmul."""
+    """A call waits once for its peers' credits, before its first transfer. It waits on the matmuls' stream: on another
+    stream, the waiting kernel could hold an SM and delay a matmul."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
     plain = CopyEngine()
@@ -264,8 +262,7 @@ def test_credits_are_awaited_on_the_stream_of_the_matmuls(
 
 
 def test_the_gathered_tensor_is_copied_during_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy starts on the side stream, after the wait for the last rows and before the last matmul. So the last
-    matmul hides the copy."""
+    """The last matmul hides the copy: it starts after the wait for the last rows and before the last matmul."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     plain_hand_out, plain_wait = gather_launch._hand_out, gather_launch.wait_kernel
 
@@ -299,9 +296,8 @@ def test_the_gathered_tensor_is_copied_during_the_last_chunk(monkeypatch: pytest
     ("queues", "what"), [("", "another receiver to get its rows from rank 2"), ("2", "rows from rank 1")]
 )
 def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, what: str) -> None:
-    """Rank 0 sends to rank 2 first. It sends to rank 1 only after rank 1 has got the rows of rank 2. Here rank 2 sends
-    nothing, so rank 0's wait for its turn times out. With too few hardware queues, transfers do not take turns. Then
-    rank 0's wait for the rows of rank 1 times out."""
+    """Rank 0 sends to rank 1 only after rank 1 has the rows of rank 2. Here rank 2 sends nothing, so rank 0's wait for
+    its turn times out. With too few hardware queues, there are no turns, and the wait for rows of rank 1 times out."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     monkeypatch.setattr(symmetric, "hardware_queues", symmetric.hardware_queues.__wrapped__)
     workspace = SharedWorkspace.of(3, 20_000, 8)
@@ -315,9 +311,8 @@ def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, w
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -> None:
-    """An all-reduce whose peers never come sends its partial sums, but must not signal finished rows. A second call
-    that was queued before the host saw the timeout must not signal them either. A peer may be waiting for the second
-    call's number. (In a captured graph, the host checks nothing between calls.)"""
+    """If its peers never come, an all-reduce must not signal finished rows. Neither must a second call that was queued
+    before the host saw the timeout: a peer may wait for that call's number."""
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch, p = workspace.launch(0, patience_ns=20_000), replace(SMALL, transport=transport, chunks=2, bands=3)
     a, matmul, out = torch.ones(72, 32).half(), VendorMatmul(torch.ones(32, 16).half()), torch.empty(72, 16).half()
@@ -335,9 +330,8 @@ def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_no_rows_are_signalled_before_the_peer_has_read(transport: str) -> None:
-    """A second call waits for the credit of a peer that has not ended its first call, and the wait times out.
-    ``sm_push`` must not write the rows. (A copy engine still copies them, but sets the flag to a number for which no
-    rank waits.)"""
+    """A second call waits for the credit of a peer that has not ended its first call, and times out. ``sm_push`` must
+    not write the rows. A copy engine still copies them, but sets the flag to a number for which no rank waits."""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)
@@ -359,8 +353,7 @@ def test_no_rows_are_signalled_before_the_peer_has_read(transport: str) -> None:
 
 
 def test_a_matmul_that_fails_aborts_the_group() -> None:
-    """If a matmul fails, its rows are not sent, and peers wait for them. No later result of the group would be valid,
-    so the group is aborted."""
+    """A failed matmul's rows are not sent, and peers wait for them. So the group is aborted."""
     launch = SharedWorkspace.of(2, 20_000, 4).launch(0, patience_ns=20_000)
     with pytest.raises(RuntimeError):
         gather_launch.all_gather_matmul(

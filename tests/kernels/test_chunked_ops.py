@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the ops of schedule ``chunked`` as a rewritten graph does. They run on several processes, both with a workspace
-of the group and without one."""
+"""Calls the ops of schedule ``chunked`` as a rewritten graph does, on several processes."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ ROWS, K, N = 24, 16, 24
 
 
 def _check(rank: int, world_size: int, folder: str) -> list[str]:
-    """Call the ops with a workspace, with no rows, and without a workspace. Returns the problems found on this rank."""
+    """Call the ops with a workspace, with no rows, and without a workspace. Returns the problems on this rank."""
     use_shared_memory(folder)
     group, cpu, problems = dist.group.WORLD, torch.device("cpu"), []
     calls: dict[str, Any] = {}
@@ -88,8 +87,8 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def _check_exchanges(rank: int, world_size: int, folder: str) -> list[str]:
-    """Call the ops of all-to-alls with a workspace, without one, and with no rows. The operands are small integers, so
-    results must be equal bit for bit. Returns the problems found on this rank."""
+    """Call the ops of all-to-alls with a workspace, without one, and with no rows. Returns the problems on this rank.
+    The operands are small integers, so results must be equal bit for bit."""
     use_shared_memory(folder)
     group, problems = dist.group.WORLD, []
     settings = json.dumps({"transport": "copy_engine", "chunks": 3, "grain": 8})
@@ -137,7 +136,7 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 def _check_scaled(rank: int, world_size: int, folder: str) -> list[str]:
     """Call the scaled ops with tensor-wise and row-wise scales, with a workspace and without one. Returns the problems
-    found on this rank."""
+    on this rank."""
     use_shared_memory(folder)
     group, problems = dist.group.WORLD, []
     rows, inner, columns = 24, 32, 16

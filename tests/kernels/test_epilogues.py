@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares each op of an epilogue with torch's op. Compares the results of fused kernels that have epilogues with fp64.
-Ranks are processes that share memory, and kernels run in Triton's interpreter."""
+"""Epilogues: each op against torch's op, and fused kernels with epilogues against fp64. Ranks are processes that share
+memory. Kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_torch_triton_and_the_search_for_epilogues_know_the_same_ops() -> None:
 
 @pytest.mark.parametrize(("kind", "shape"), [("full", (13, 24)), ("row", (24,)), ("column", (13,)), ("scalar", (1,))])
 def test_extra_tensors_of_each_kind(kind: str, shape: tuple[int, ...]) -> None:
-    """The epilogue reads two extra tensors of different dtypes, with NaN in the memory after them. (It rounds to fp16,
-    because the interpreter does not round to bf16 as a GPU does.)"""
+    """The epilogue reads two extra tensors of different dtypes, with NaN in the memory after them. It rounds to fp16,
+    because the interpreter does not round to bf16 as a GPU does."""
     x = torch.randn(13, 24)
     first, second = (torch.full((1000,), float("nan")) for _ in range(2))
     extras = [e[: torch.Size(shape).numel()].normal_().view(shape) for e in (first, second.bfloat16())]
@@ -141,7 +141,7 @@ def test_an_invalid_program_becomes_no_code(program: Any) -> None:
     ],
 )  # fmt: skip
 def test_a_line_that_no_epilogue_needs_is_rejected_in_generated_source(line: str) -> None:
-    """``check_source`` must reject code that is not part of an epilogue, even if ``source_of`` wrote it by mistake."""
+    """``check_source`` must reject code that is not part of an epilogue, even from ``source_of``."""
     own = kernels.source_of((((), (("neg", "x"),)),))
     kernels.check_source(own)
     with pytest.raises(ValueError, match="which no epilogue needs"):

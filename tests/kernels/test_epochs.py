@@ -24,8 +24,8 @@ def _at(call: int) -> int:
 
 
 def _count_from(launch: Launch, space: SharedWorkspace, calls: int, touched: int) -> None:
-    """Set ``launch``'s counter and the flags of all ranks as if ``calls`` calls had ended. The credits are those of the
-    last call. The signals are those of call ``touched``, as if no later call had set them."""
+    """Set ``launch``'s counter and all ranks' flags as if ``calls`` calls had ended. The credits are those of the last
+    call. The signals are those of call ``touched``."""
     launch.slot.calls.fill_(_at(calls))
     flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
     flags[:, :WORLD] = _at(calls)
@@ -42,8 +42,8 @@ def _wraps(rank: int, space: SharedWorkspace, name: str, calls: int) -> None:
 
 
 PAST_0 = ("fused all_gather_matmul", "chunked matmul_all_reduce, pushed", "small_message, two-shot with norm")
-"""``make test`` takes the count past 2**32 only for these names. ``make test-thorough`` does it for all names. Three
-names are enough for ``make test``, because all schedules share the functions that compare a flag with the count."""
+"""``make test`` takes the count past 2**32 only for these names, because all schedules compare flags by the same
+functions."""
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls in schedule ``chunked``, on processes that share memory, with the kernels in Triton's interpreter. The
-operands are small integers, so every product is exact in fp16 and bf16, however the matmul is cut into chunks. So
-results must be equal to fp64 results bit for bit."""
+"""All-to-alls in schedule ``chunked``, on processes that share memory, with the kernels in Triton's interpreter.
+
+The operands are small integers, so every product is exact in fp16 and bf16. Results must equal fp64 bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -176,8 +177,8 @@ class _Side:
 
 
 def test_received_slices_replace_the_sent_ones_only_after_the_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result takes the memory of the product. So received slices are copied there only after the side stream has
-    sent the product's slices. This rank's own slice is multiplied last, under the transfers."""
+    """The result takes the product's memory. So received slices are copied there only after the side stream has sent
+    the product's slices. The rank's own slice is multiplied last, under the transfers."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     plain, plain_receive = exchange_launch.sent_chunks, exchange_launch.receive_kernel
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A peer is late, skips a call or is killed. The other rank must wait, or raise an error that names site, group and
-peer. If the other rank only replays kernels, the watchdog must end it. Ranks are processes that share memory."""
+peer. If it only replays kernels, the watchdog must end it. Ranks are processes that share memory."""
 
 from __future__ import annotations
 

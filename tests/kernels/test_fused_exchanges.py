@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls in schedule ``fused``, on processes that share memory, with the kernels in Triton's interpreter. The
-operands are small integers, so every product is exact in fp16, whatever the order in which its terms are summed.
-So results must be equal to fp64 results bit for bit. (The interpreter cannot multiply bf16.)"""
+"""All-to-alls in schedule ``fused``, on processes that share memory, with the kernels in Triton's interpreter.
+
+The operands are small integers, so every product is exact in fp16. Results must equal fp64 bit for bit. (The
+interpreter cannot multiply bf16.)
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,7 @@ class Case:
         rows, columns, inner: rows of a slice, columns of the result, and K.
         by_columns: a slice consists of columns of the product.
         in_rows: the right operand is row-major, not transposed.
-        two: the received rows are read after the kernel. Except in a contraction, a second weight also multiplies
-            these rows.
+        two: the received rows are read after the kernel. Except in a contraction, a second weight also multiplies them.
         settings: parameters of the schedule.
     """
 
@@ -161,8 +162,8 @@ def _rank(
 
 
 def _check_received(case: Case, a: torch.Tensor, launch: Any) -> torch.Tensor:
-    """After a call with ``keep``, the workspace must hold the rows that the ranks sent to this rank. Checks that, ends
-    the call, and returns these rows."""
+    """Check that the workspace holds the rows sent to this rank, as after a call with ``keep``. Ends the call and
+    returns the rows."""
     gathered = fused.gathered(fused.own_shard(RECEIVED, a[launch.rank], launch), launch)
     received = torch.cat([sent.chunk(case.world_size)[launch.rank] for sent in a])
     assert torch.equal(gathered, received)
@@ -206,8 +207,7 @@ def test_is_equal_to_the_matmul_and_the_exchange(name: str) -> None:
 
 
 def test_room_planned_for_columns_suffices() -> None:
-    """The planner plans a slice of columns as if it were a slice of the product's rows. The planned room must be at
-    least what the call needs."""
+    """The planner plans a slice of columns as a slice of rows. The planned room must suffice for the call."""
     for parts in (0, 1, 4):
         p = FusedParameters(2, parts=parts, **SMALL_TILES)
         for rows in (1, 17, 40, 100):
@@ -227,8 +227,7 @@ def _call(pattern: str, launch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(("pattern", "what"), [(SENT, "finished rows from rank 2"), (RECEIVED, "rows from rank 1")])
 def test_a_peer_that_never_comes(pattern: str, what: str) -> None:
-    """The call ends, and the slices that should have come from peers are NaN. The next call raises an error that names
-    the site and the peer."""
+    """The call ends, and the peers' slices are NaN. The next call raises an error that names the site and the peer."""
     launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
     first, *others = _call(pattern, launch).chunk(3)
     assert (first == 32).all() and all(other.isnan().all() for other in others)
@@ -238,8 +237,7 @@ def test_a_peer_that_never_comes(pattern: str, what: str) -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_contraction_with_a_peer_that_never_comes(keep: bool) -> None:
-    """Every element of the result is a sum over the slices of all ranks. If slices are missing, every element must be
-    NaN."""
+    """Every element is a sum over the slices of all ranks. If slices are missing, every element must be NaN."""
     launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
     a, b = torch.ones(48, 32).half(), torch.ones(16, 96).half().t()
     assert contracted_all_to_all_matmul(a, b, launch, P, keep=keep).isnan().all()
@@ -249,7 +247,6 @@ def test_a_contraction_with_a_peer_that_never_comes(keep: bool) -> None:
 
 @pytest.mark.parametrize("pattern", [SENT, RECEIVED, CONTRACTED])
 def test_nothing_is_written_without_a_credit(pattern: str) -> None:
-    """The peers have given no credits, so this rank must not write into their workspaces."""
     workspace = SharedWorkspace.of(3, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles small functions with schedules ``fused`` and ``chunked``. The rewritten graphs run on several processes,
-with kernels in Triton's interpreter."""
+"""Compiles small functions with schedules ``fused`` and ``chunked``. The graphs run on several processes, with kernels
+in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ CALLS = 2
 
 
 def _check(rank: int, world_size: int, folder: str, names: list[str] | None, schedule: str = "fused") -> list[str]:
-    """Run the cases in ``names``. If ``names`` is ``None``, run all of ``fused_cases.cases``. Returns the problems
-    found on this rank."""
+    """Run the cases in ``names``, or all of ``fused_cases.cases``. Returns the problems on this rank."""
     use_shared_memory(folder)
     problems = []
     config = OverlapConfig(schedule=schedule, mode="strict")
@@ -145,8 +144,7 @@ def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
     [("chunked", 2), ("fused", 2), *(pytest.param(s, 3, marks=pytest.mark.thorough) for s in ("chunked", "fused"))],
 )
 def test_exchanges_of_a_contracted_dim(tmp_path: Path, schedule: str, world_size: int) -> None:
-    """Each slice must be multiplied once, by those rows of the right operand that belong to the slice. The result must
-    hold the rows of this rank."""
+    """Each slice must be multiplied once, by the rows of the right operand that belong to it."""
     names = list(contractions(world_size))
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, schedule, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
@@ -154,8 +152,8 @@ def test_exchanges_of_a_contracted_dim(tmp_path: Path, schedule: str, world_size
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_chunks_of_a_sum_of_matmuls(tmp_path: Path, world_size: int) -> None:
-    """Sums of matmuls occur in the backward of layers that read the same tensor. Each product of a chunk must be
-    computed from this chunk's rows, and added once."""
+    """Sums of matmuls occur in the backward of layers that read one tensor. Each product of a chunk must be computed
+    from this chunk's rows, and added once."""
     names = list(sums(world_size))
     tried = names if world_size == 2 else [names[1], names[3], names[6]]
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), tried, "chunked", timeout=400)):

@@ -30,7 +30,7 @@ class Case:
         biases: one character for each weight: ``b`` if it has a bias, else ``-``.
         rows: rows of a shard.
         in_rows: the weights are row-major, not transposed.
-        keep: the gathered tensor is read after the kernel. So the kernel does not end the call.
+        keep: the gathered tensor is read after the kernel, so the kernel does not end the call.
     """
 
     world_size: int

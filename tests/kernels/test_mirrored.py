@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests ``bench.mirrored`` in one process, with two buffers in place of two GPUs. Each GPU acts as one rank, and also
-as all the peers of the other GPU's rank."""
+"""Tests ``bench.mirrored`` in one process, with two buffers in place of two GPUs. Each GPU acts as one rank, and as all
+peers of the other GPU's rank."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ ROWS, WIDTH, PARTS = 4, 8, 2
 
 
 class OneOfMany:
-    """The first of two GPUs, which plays rank 0 of ``world_size`` ranks. The second GPU plays the
-    other ranks."""
+    """The first of two GPUs, as rank 0 of ``world_size`` ranks. The second GPU plays the other ranks."""
 
     def __init__(self, world_size: int, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -57,8 +56,8 @@ class OneOfMany:
         CopyEngine().prepare(self.launch, transfer, range((self.world_size - 1) * PARTS), source, Share(0, 0))(source)
 
     def signalled(self) -> list[list[int]]:
-        """The signals at the other GPU: for each rank that sends to it, one signal for each part. The other
-        GPU, too, counts itself as rank 0, so ranks 1 to ``world_size - 1`` send to it."""
+        """The signals at the second GPU: for each rank that sends to it, one signal for each part. The second GPU, too,
+        counts itself as rank 0, so ranks 1 to ``world_size - 1`` send to it."""
         flags = self.flags[1][self.margin :: FLAG_WORDS].tolist()
         first = [self.world_size + source * mirrored.SIGNALS for source in range(self.world_size)]
         return [flags[at : at + PARTS] for at in first[1:]]

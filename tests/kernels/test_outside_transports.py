@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports from outside the package move the data of the schedules that use their protocol. Ranks are processes, and
-kernels run in Triton's interpreter."""
+"""Transports from outside the package move the data of the schedules that use their protocol, in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _problems(schedule: str, transport: Any, names: tuple[str, ...], rank: int, 
 def _copies(rank: int, world_size: int, folder: str) -> list[str]:
     use_shared_memory(folder)
     with toy.registered(toy.Courier()) as courier:
-        # (The kernel of schedule ``fused`` occupies every SM. It can use this transport, which needs no SM.)
+        # The kernel of schedule ``fused`` occupies every SM. It can use this transport, which needs no SM.
         chunked = _problems("chunked", courier, SITES, rank, world_size)
         return chunked + _problems("fused", courier, SITES[:1], rank, world_size)
 

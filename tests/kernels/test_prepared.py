@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PreparedKernel`` takes the tensors of a launch in a given order of names. It must pass each tensor to the kernel's
-parameter of that name. (The kernel runs in Triton's interpreter.)"""
+"""``PreparedKernel`` takes a launch's tensors in an order of names, and must pass each to the parameter of its name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles small functions with fp8 sites (``_scaled_mm``) and schedule ``chunked``. The rewritten graphs run on
-several processes. Their results are compared with fp64 matmuls of the dequantised operands."""
+"""Compiles small functions with fp8 sites (``_scaled_mm``) and schedule ``chunked``. The graphs run on several
+processes and are compared with fp64 matmuls of the dequantised operands."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CALLS = 2
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> str | None:
-    """Describe the problem of ``found``: a wrong shape, or an error above 3 % of the largest element. ``None`` if there
-    is none. (Rounding to fp8 and bf16 causes smaller errors.)"""
+    """The problem of ``found``: a wrong shape, or an error above 3 % of the largest element. ``None`` if there is
+    none."""
     if found.shape != exact.shape:
         return f"has shape {tuple(found.shape)}, expected {tuple(exact.shape)}"
     error = (found.double() - exact).abs().max()
@@ -34,8 +34,7 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> str | None:
 
 
 def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> list[str]:
-    """Run the cases in ``names``. If ``names`` is ``None``, run all of ``scaled_sites.cases``. Returns the problems
-    found on this rank."""
+    """Run the cases in ``names``, or all of ``scaled_sites.cases``. Returns the problems on this rank."""
     use_shared_memory(folder)
     problems = []
     for name in names or cases(world_size):
@@ -58,7 +57,7 @@ def _check(rank: int, world_size: int, folder: str, names: list[str] | None) -> 
 
 
 def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
-    """Run four cases, each compiled once, with several token counts. Returns the problems found on this rank."""
+    """Run four cases, each compiled once, with several token counts. Returns the problems on this rank."""
     use_shared_memory(folder)
     problems = []
     for name in (

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a gloo group report faults to each other through the group's board, a file in host memory that all ranks
-map. One test uses schedule ``wave_groups``, which runs the collectives of the group's backend."""
+"""Ranks of a gloo group report faults to each other through the group's board: a file in host memory. All ranks map
+this file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PARAMETERS = WaveParameters(2, (1,), (0, 1, 2), 16, 16, 16, 2, 4, 1, False)
 
 
 def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, scatters: bool) -> None:
-    """Simulates other work that occupies rank 0's GPU for longer than a kernel waits. Rank 0's tiles are therefore
-    stored only after the collectives have run.
+    """Other work occupies rank 0's GPU for longer than a kernel waits. So rank 0's tiles are stored only after the
+    collectives have run.
 
     Args:
         reached: whether the GPUs can reach each other's memory.
@@ -60,8 +60,8 @@ def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, sca
 
         wave_groups.Call.multiply = held  # type: ignore[method-assign]
     for value in (2, 3):
-        # In the loop's second call, the counters already include the late tiles of the loop's first call. So the wait
-        # for tiles ends too early, and the result must be NaN all the same.
+        # In the second call, the counters already include the first call's late tiles. So the wait for tiles ends too
+        # early, and the result must still be NaN.
         assert call(value).isnan().all(), "tiles that were never written are returned as valid"
         if rank == 0:
             multiply(late[0][0], *late[0][1])
@@ -120,8 +120,8 @@ def test_every_rank_raises_if_one_cannot_tell_its_kernels_where_the_board_is(tmp
 
 
 def _sees_no_board(rank: int, world_size: int, folder: str, files: str, blind: int, full: bool) -> str:
-    """Rank ``blind`` cannot make or map the file of the board, because the folder has no room (``full``) or does not
-    exist. Returns this rank's error."""
+    """Rank ``blind`` cannot make or map the board's file, because the folder has no room (``full``) or does not exist.
+    Returns this rank's error."""
     use_shared_memory(folder)
     shared_file.SHARED_FOLDER = Path(files)
     if rank == blind and full:
@@ -142,8 +142,7 @@ def _sees_no_board(rank: int, world_size: int, folder: str, files: str, blind: i
     [
         (2, False, "map the first rank's file of {} (OverlapError: [Errno 2] No such file"),
         (0, False, "make a file of"),
-        # A full folder must be found when the file is made. A later write to the file would end the process with
-        # SIGBUS.
+        # A full folder must be found when the file is made. A later write would end the process with SIGBUS.
         (0, True, "make a file of {} for all ranks (OverlapError: [Errno 28] No space left"),
     ],
     ids=["a rank cannot map the file", "the first rank cannot make the file", "no memory is left for the file"],

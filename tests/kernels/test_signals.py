@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks signals between processes that share memory. The functions under test are the versions for Triton's
-interpreter. Kernels call them by the same names as the versions for GPUs."""
+"""Signals between processes that share memory, with the functions for Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ WORDS = 256
 
 @triton.jit
 def pass_on(data, peer_data, flags, peer_flags, stop, wrong, rounds, base, N: tl.constexpr, WRITES: tl.constexpr):
-    """In each round the writer fills its peer's words with the round's number, and signals. The reader counts the words
-    that hold another number, and acknowledges."""
+    """In each round, the writer fills its peer's words with the round's number, and signals. The reader counts the
+    words that hold another number, and acknowledges."""
     offsets = tl.arange(0, N)
     bad = tl.full((), 0, tl.int32)
     for i in range(1, rounds + 1):
@@ -65,7 +64,7 @@ def test_data_is_there_when_its_signal_is() -> None:
 
 
 def test_flags_may_wrap_around() -> None:
-    """A counter may pass 2**31, because a wait looks only at the difference between the counter and the target."""
+    """A counter may pass 2**31: a wait looks only at the difference between counter and target."""
     assert _two_ranks(2**31 - 20).tolist() == [0, 0]
 
 
@@ -83,9 +82,8 @@ def _signed(numbers: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("call", [0, 1, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1])
 def test_a_flag_is_reached_if_it_equals_the_target_or_is_a_little_ahead(call: int) -> None:
-    """The comparison must be right at any count of calls. A flag that was last set 2**31 calls ago has not reached the
-    target. If no rank may go on, a copy engine sends ``NOBODY`` plus the number of the call. No such flag reaches the
-    target."""
+    """The comparison must be right at any count of calls. A flag last set 2**31 calls ago has not reached the target.
+    If no rank may go on, a copy engine sends ``NOBODY`` plus the call's number, which never reaches the target."""
     ahead = [0, 1, WINDOW - 1, -1, -(2**31), -(2**31) - 5, NOBODY.value, WINDOW]
     found = torch.zeros(16, dtype=torch.int32)
     compare[(8,)](_signed([call + n for n in ahead]), _signed([call] * 8), found)
@@ -131,7 +129,7 @@ def _one_of_two(block: int, space: SharedWorkspace, steps: torch.Tensor) -> None
 
 def test_two_blocks_that_give_up_together_leave_one_whole_record() -> None:
     space = SharedWorkspace.of(3, 16, 1)
-    # (The record is made before the fork, so the addresses that it gives to kernels are right in both processes.)
+    # The record is made before the fork, so its addresses are right in both processes.
     faults = space.faults(0)
     run_ranks(2, _one_of_two, space, shared(2), seconds=60)
     del faults

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the small-message kernels on processes that share memory, in Triton's interpreter, which runs the blocks of a
-kernel one after the other."""
+"""Runs the small-message kernels on processes that share memory. Triton's interpreter runs a kernel's blocks one after
+the other."""
 
 from __future__ import annotations
 
@@ -162,16 +162,14 @@ LATE = {
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_rank_that_reads_late_gets_the_rows_of_its_own_call(name: str) -> None:
-    """The late rank sleeps between each wait and the read after it. Before its last read of a call, the late rank has
-    sent its peers everything. So the peers are already in their next call, which writes to the other half of the
-    workspace."""
+    """Before its last read, the late rank has sent its peers everything. So the peers are in their next call, which
+    writes to the other half of the workspace."""
     _check(LATE[name], _late_rank)
 
 
 def test_the_kernel_rounds_where_a_model_rounds() -> None:
-    """The kernel rounds to the tensors' dtype wherever separate ops would round. Here the kernel and separate ops
-    compute the same sum, so the kernel's results are bitwise equal to those of separate ops. (The test uses fp16,
-    because the interpreter truncates bf16.)"""
+    """The kernel rounds wherever separate ops would round, so its results are bitwise equal to theirs. (The test uses
+    fp16, because the interpreter truncates bf16.)"""
     case = replace(CASES["one-shot"], dtype=torch.float16)
     generator = torch.Generator().manual_seed(2)
     product, residual, weight = (

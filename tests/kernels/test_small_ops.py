@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the ops of schedule ``small_message`` on several processes, with a planned workspace, and with kernels in
-Triton's interpreter. If the kernels cannot run, the ops must compute the same results without them."""
+"""The ops of schedule ``small_message`` on several processes, with a planned workspace, in Triton's interpreter. If the
+kernels cannot run, the ops must compute their results without them."""
 
 from __future__ import annotations
 

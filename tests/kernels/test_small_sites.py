@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the ends of two layers with schedule ``small_message``. The rewritten graph runs on several processes, with
-kernels in Triton's interpreter."""
+"""Compiles the ends of two layers with schedule ``small_message``. The graph runs on several processes, with kernels in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 def two_layers(
     x: torch.Tensor, residual: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gain: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """The end of a Llama layer, twice, and an all-reduce without a norm. The second layer reads the norm of the
-    first."""
+    """The end of a Llama layer, twice, and an all-reduce without a norm. The second layer reads the first layer's
+    norm."""
     group = dist.group.WORLD
     first = residual + funcol.all_reduce(x @ a, "sum", group)
     second = first + funcol.all_reduce(_norm(first, gain) @ b, "sum", group)
@@ -66,8 +66,8 @@ def _check(rank: int, world_size: int, folder: str, dynamic: bool) -> list[str]:
     if any(p[0].schedule != "small_message" for p in plans) or not plans:
         problems.append(f"{plans}")
     fused = [r.after.count("small_message_matmul_all_reduce_norm.default(") for r in reports]
-    # (In a graph with a dynamic token count, the kernel computes no norm. torch compiles a separate graph for one row.
-    # In this graph the count is static, so the kernel computes both norms.)
+    # With a dynamic token count, the kernel computes no norm. torch compiles another graph for one row. There the count
+    # is static, so the kernel computes both norms.
     if fused != ([0, 2] if dynamic else [2]):
         problems.append(f"{fused} norms computed in the all-reduce's kernel")
     if any("_c10d_functional" in r.after for r in reports) or (not dynamic and "rsqrt" in reports[0].after):

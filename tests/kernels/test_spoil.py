@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank 1 copies rows into rank 0's workspace without a credit: rank 0 has not permitted the copy. Rank 1's wait for
-the credit times out, but its copy engine still copies the rows of its next call. These rows overwrite rows that rank 0
-has not read yet. Rank 0 must return NaN.
+"""Rank 1 copies rows into rank 0's workspace without a credit, over rows that rank 0 has not read yet. Rank 0 must
+return NaN.
 
-One process acts as both ranks, in Triton's interpreter. Rank 1 has signalled its rows of one call. Before rank 0
-reads these rows, rank 1 begins its next call, for which rank 1 gets no credit.
+One process acts as both ranks, in Triton's interpreter:
+
+1. Rank 1 sends and signals its rows of one call.
+2. Before rank 0 reads them, rank 1 begins its next call. Its wait for a credit times out, but its copy engine still
+   copies.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ IMPATIENT_NS = 20_000
 
 
 class Sender:
-    """Rank 1. In each call it waits for its peer's credit, and then sends the rows that ``transfer`` describes."""
+    """Rank 1. In each call, it waits for its peer's credit, then sends the rows of ``transfer``."""
 
     def __init__(self, launch: Launch, transfer: Transfer, source: torch.Tensor) -> None:
         self.launch, self.source = launch, source
@@ -54,7 +56,7 @@ Read = Callable[[Launch, Sender | None], Sequence[torch.Tensor]]
 
 
 def _behind(wait: Callable[..., Any], sender: Sender | None) -> Callable[..., Any]:
-    """Wrap ``wait``, a function that makes a kernel. Each time the kernel has run, the sender begins its next call."""
+    """Wrap ``wait``, which makes a kernel. After each run of the kernel, the sender begins its next call."""
 
     def made(*arguments: Any) -> Callable[[], None]:
         kernel = wait(*arguments)
@@ -100,8 +102,8 @@ def _fused(keep: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, int, 
 
             def sent(source: torch.Tensor) -> None:
                 send(source)
-                # (The fused kernel starts after this. It finds the flags of rank 1's first call, but the rows of rank
-                # 1's next call.)
+                # The fused kernel starts after this. It finds the flags of rank 1's first call, but the rows of the
+                # next call.
                 if sender is not None:
                     sender.call(100.0)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the stress checks for GPUs (``tests.gpu.check_stress``) on gloo processes, with kernels in Triton's interpreter.
-The checks must pass if all data is sent, and must report wrong results if some of the data is not sent."""
+The checks must pass if all data is sent, and report wrong results otherwise."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ QUICK_EXCHANGES: list[Name] = [
     ("chunked", RECEIVED, "in turn"),
     ("chunked", CONTRACTED, "copy_engine"),
 ]
-"""Of the variants with an all-to-all, those that the interpreter runs quickly."""
+"""Variants with an all-to-all that the interpreter runs quickly."""
 OTHER_EXCHANGES = [n for n in NAMES if n[1] in (SENT, RECEIVED, CONTRACTED) and n not in QUICK_EXCHANGES]
 plain_variants, plain_results = stress_variants.variants, stress_sites.first_results
 
@@ -71,14 +71,14 @@ def _chosen_variants(
 
 
 class _NoStream:
-    """Replaces ``torch.cuda.Stream`` and does nothing, because on a CPU all calls run in order."""
+    """Replaces ``torch.cuda.Stream``: on a CPU, all calls run in order."""
 
     def __init__(self, priority: int = 0) -> None:
         pass
 
 
 class _Graph:
-    """Replaces ``torch.cuda.CUDAGraph``. A replay repeats the calls that were made during the capture."""
+    """Replaces ``torch.cuda.CUDAGraph``. A replay repeats the calls of the capture."""
 
     captured: _Graph | None = None
 
@@ -132,9 +132,8 @@ def _run(
 
 
 def _break_copies() -> None:
-    """Break the transport ``copy_engine``: every third transfer sends its signals but no data. Transfers break only
-    from the first call of ``drawn_calls`` on. Before that, each site has returned its first results. These are right,
-    and later results are compared with them."""
+    """Break the transport ``copy_engine``: every third transfer sends its signals but no data. The transfers for the
+    first results, before the first call of ``drawn_calls``, stay whole."""
     plain_prepare, plain_calls, sent = CopyEngine.prepare, stress_scenarios.drawn_calls, itertools.count()
     repeated: list[bool] = []
 
@@ -142,7 +141,7 @@ def _break_copies() -> None:
         self: CopyEngine, launch: Any, transfer: Any, numbers: Any, source: Any, share: Any, guarded: bool = False
     ) -> Any:
         send = plain_prepare(self, launch, transfer, numbers, source, share, guarded)
-        # The same transfer with the same signals, but its copies go to memory that no rank reads.
+        # The transfer with its signals, but its copies go to memory that no rank reads.
         signals = plain_prepare(
             self,
             replace(launch, slot=replace(launch.slot, data=_Elsewhere(launch.slot.data))),
@@ -162,7 +161,7 @@ def _break_copies() -> None:
 
 
 class _Elsewhere:
-    """Replaces the data buffer of a slot. The memory of each peer is replaced by memory that no rank reads."""
+    """Replaces the data buffer of a slot. Each peer's memory is memory that no rank reads."""
 
     def __init__(self, buffer: Any) -> None:
         self.peers = tuple(torch.empty_like(peer) for peer in buffer.peers)

@@ -32,8 +32,8 @@ def _results(model: DLRM, call: Any, arguments: tuple[object, ...], trained: boo
 
 
 def _check(rank: int, world_size: int, folder: str) -> list[str]:
-    """Run the cases. Returns the problems found on this rank. In the last call of a case, the op has no workspace and
-    runs the program's own lookups and exchange."""
+    """Run the cases. Returns the problems on this rank. In a case's last call, the op has no workspace and runs the
+    program's own lookups and exchange."""
     use_shared_memory(folder)
     problems, ready = [], table_ops._ready
     for kind, joined, trained, weighted in CASES:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the kernel that looks up tables and sends the results. Ranks are processes that share memory, and the kernel
-runs in Triton's interpreter."""
+"""The kernel that looks up tables and sends the results, on processes that share memory, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Case:
-    """Calls of one site. ``rows``: for each table, the number of bags that one rank receives. ``longest``: bags have 0
-    to ``longest`` indices. With ``longest`` 0, the site looks up plain rows, and there are no bags."""
+    """Calls of one site. ``rows``: for each table, the number of bags that one rank receives. Bags have 0 to
+    ``longest`` indices. With ``longest`` 0, the site looks up plain rows."""
 
     world_size: int = 2
     tables: int = 2
@@ -126,8 +125,8 @@ def _rank(rank: int, workspace: SharedWorkspace, out: torch.Tensor, case: Case) 
 
 
 def _check_saved(lookups: Lookups, table: int, of_index: torch.Tensor, sizes: torch.Tensor) -> None:
-    """``of_index`` and ``sizes`` must hold what torch's kernel for GPUs writes: the bag of each index, and the number
-    of indices of each bag, without padding."""
+    """``of_index`` and ``sizes`` must hold what torch's GPU kernel writes: each index's bag, and each bag's number of
+    indices without padding."""
     lengths = torch.diff(lookups.offsets[table][: lookups.bags].long(), append=torch.tensor([len(of_index)]))
     bags = torch.repeat_interleave(torch.arange(lookups.bags), lengths)
     kept = torch.zeros(lookups.bags, dtype=torch.int64).index_add(
@@ -139,7 +138,7 @@ def _check_saved(lookups: Lookups, table: int, of_index: torch.Tensor, sizes: to
 @pytest.mark.parametrize("name", CASES)
 def test_against_fp64_and_the_order_of_torch(name: str) -> None:
     """Results in fp32 and fp16 are bitwise equal to fp32 sums in the order of the indices. All results are close to
-    fp64 sums, and to the results of torch's own op."""
+    fp64 and to torch's op."""
     case = CASES[name]
     out = shared(CALLS, case.world_size, case.bags * case.tables * case.width, dtype=case.dtype, fill=float("nan"))
     run_ranks(case.world_size, _rank, SharedWorkspace.of(case.world_size, *case.need), out, case)
@@ -149,8 +148,8 @@ def test_against_fp64_and_the_order_of_torch(name: str) -> None:
             pooled = [[_pooled(one, t, dtype) for t in range(case.tables)] for one in every]
             for rank in range(case.world_size):
                 expected, found = _received(pooled, case, rank), out[call, rank]
-                # (Results in bf16 are not compared bit for bit. Triton's interpreter cuts off bits when it converts to
-                # bf16, but torch rounds to nearest.)
+                # Triton's interpreter truncates to bf16, but torch rounds to nearest. So results in bf16 are not
+                # compared bit for bit.
                 if dtype == torch.float32 and case.dtype != torch.bfloat16:
                     assert torch.equal(found, expected.to(case.dtype)), f"call {call} rank {rank}"
                 torch.testing.assert_close(found.to(dtype), expected, rtol=1e-2, atol=1e-2)
@@ -184,9 +183,8 @@ def test_plain_rows_keep_the_sign_of_zero() -> None:
 
 
 def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call copies its facts, for example the tables' addresses, to the device if they have changed since the last
-    copy. If this copy fails, the next call must copy the facts again. Otherwise the next call would read the facts of
-    an older call."""
+    """A call copies changed facts, for example the tables' addresses, to the device. If the copy fails, the next call
+    must copy them again. Otherwise it would read the facts of an older call."""
     launch = SharedWorkspace.of(2, *Case().need).launch(0)
     _on_device([1, 2], launch)
 
@@ -201,8 +199,7 @@ def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pyt
 
 @contextmanager
 def _with_asserts() -> Iterator[None]:
-    """Set the interpreter's option ``debug``. Without this option, the interpreter drops asserts, and so does Triton on
-    a GPU."""
+    """Set the interpreter's option ``debug``. Without it, the interpreter drops asserts, as Triton does on a GPU."""
     from triton.runtime import interpreter
 
     before = interpreter.interpreter_builder.options
@@ -222,7 +219,7 @@ def _changed(lookups: Lookups, index: int | None = None, offsets: list[int] | No
 
 
 def test_a_wrong_index_or_offset_fails_an_assert() -> None:
-    """On a GPU, the assert stops the kernel. Without an assert, the rows of another tensor would be read and sent."""
+    """On a GPU, the assert stops the kernel. Without it, the rows of another tensor would be read and sent."""
     case = Case(rows=2, tables=1)
     good = case.lookups(0, 0)
     wrong = [_changed(good, index=len(good.tables[0])), _changed(good, index=-1)]
@@ -234,7 +231,7 @@ def test_a_wrong_index_or_offset_fails_an_assert() -> None:
 
 
 def _alone(rank: int, workspace: SharedWorkspace, out: torch.Tensor, case: Case) -> None:
-    """Rank 0 runs a call for which the other rank sends nothing. Then it runs one more call, which raises."""
+    """Rank 0 runs a call for which the other rank sends nothing. Its next call raises."""
     launch = workspace.launch(rank, patience_ns=20_000)
     out.copy_(look_up(case.lookups(rank, 0), launch, PARAMETERS))
     with pytest.raises(TransferError):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the order in which the kernels of reductions claim tiles. Each tile is claimed once. In a reduce-scatter, the
-peers' tiles come before this rank's own tiles. An all-reduce takes one band after the other, and in each band the
-peers' tiles come first."""
+"""The order in which the kernels of reductions claim tiles. Each tile is claimed once.
+
+- Reduce-scatter: the peers' tiles come before this rank's own tiles.
+- All-reduce: one band after the other, and in each band the peers' tiles first.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +61,13 @@ def test_a_scatter_multiplies_every_tile_once_and_its_own_last(
 def test_an_all_reduce_multiplies_every_tile_once_band_after_band(
     tiles_shard: int, tiles_part: int, world_size: int
 ) -> None:
-    """In each band, the peers' tiles come before this rank's own tiles."""
     order = [(m // tiles_part, s == RANK) for s, m, _ in _turns(tiles_shard, tiles_part, world_size, bands=True)]
     assert order == sorted(order)
 
 
 @pytest.mark.parametrize(("tiles_shard", "tiles_part", "world_size"), SIZES)
 def test_a_scatter_sends_to_all_peers_evenly(tiles_shard: int, tiles_part: int, world_size: int) -> None:
-    """At every point of the order, the numbers of tiles claimed so far for any two peers differ by at most one."""
+    """At every point of the order, the numbers of tiles claimed for any two peers differ by at most one."""
     peers = [s for s, _, _ in _turns(tiles_shard, tiles_part, world_size, bands=False) if s != RANK]
     for end in range(len(peers)):
         counts = [peers[:end].count(s) for s in range(world_size) if s != RANK]

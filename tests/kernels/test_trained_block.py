@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a sequence-parallel block forward and backward, with schedules ``chunked`` and ``fused``, which turn a site into
-one op. The block runs on several processes, with kernels in Triton's interpreter. Its results are compared with
-fp64."""
+"""Runs a sequence-parallel block forward and backward, with schedules ``chunked`` and ``fused``, on several processes.
+Kernels run in Triton's interpreter. Results are compared with fp64."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.interpreted import interpreted
 from tests.support.shared_memory import use_shared_memory
 
-# The backward has two reduce-scatters, one of a sum of three matmuls and one of a sum of two matmuls. No fused kernel
-# computes such sums, so ``fused`` keeps these two sites.
+# The backward has two reduce-scatters of sums of matmuls. No fused kernel computes sums, so ``fused`` keeps these
+# sites.
 EXPECTED = {
     "chunked": {
         "forward: all_gather_matmul chunked": 2,
@@ -60,7 +59,7 @@ def _check(rank: int, world_size: int, folder: str, schedule: str, variant: Vari
     ],
 )
 def test_a_block_that_trains(schedule: str, variant: Variant, tmp_path: Path) -> None:
-    """A weight's gradient must be computed only after the whole gathered tensor has arrived. A sum must contain all its
-    products, and each product of a chunk must be computed from this chunk's rows."""
+    """A weight's gradient must be computed after the whole gathered tensor has arrived. A sum must contain all its
+    products, each computed from its chunk's rows."""
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), schedule, variant, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

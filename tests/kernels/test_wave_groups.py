@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs schedule ``wave_groups`` on gloo processes, with its kernels in Triton's interpreter. Its ops run with given
-partitions and with measured ones."""
+"""Runs schedule ``wave_groups`` on gloo processes, with its kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ def _inputs(case: Case, rank: int, world_size: int, call: int) -> tuple[torch.Te
 
 
 def _rank(rank: int, world_size: int, names: list[str]) -> list[str]:
-    """Run the cases in one process, where they share the group's counters. Returns the problems found on this rank."""
+    """Run the cases in one process, where they share the group's counters. Returns the problems on this rank."""
     collective_times.SIZES, collective_times.REPEATS = (2**9, 2**11, 2**13), 1
     group, problems = dist.group.WORLD, []
     for name in names:
@@ -158,7 +157,7 @@ def test_agrees_with_fp64(world_size: int, names: list[str]) -> None:
 
 
 def _own(rank: int, world_size: int) -> list[Any]:
-    """Run the sites of ``OWN``. Returns the sites at which this rank measured, and the partitions that were chosen."""
+    """Run the sites of ``OWN``. Returns the sites at which this rank measured, and the chosen partitions."""
     collective_times.SIZES, collective_times.REPEATS = (2**9, 2**11), 1
     measured, choose = [], wave_groups.Call._choose
 
@@ -194,10 +193,13 @@ OWN = [
 
 
 def test_ranks_measure_together_if_inner_sizes_and_biases_differ() -> None:
-    """The sizes of a call may be new to rank 0 only. If rank 0 then measured alone, it would wait for peers that
-    already run the collective. So all ranks measure together. Whether a site is measured depends on rank 0's inner size
-    and on whether rank 0 has a bias. Sites that are equal in both share one measurement. After a site has a plan, it is
-    not measured again, even if an inner size changes."""
+    """A call's sizes may be new to rank 0 only. If rank 0 measured alone, it would wait for peers that already run the
+    collective. So all ranks measure together:
+
+    - rank 0's inner size and bias decide whether a site is measured;
+    - sites that are equal in both share one measurement;
+    - a site with a plan is not measured again.
+    """
     first, second = run_ranks(2, _own, timeout=120)
     assert first == second and first[0] == ["bias of rank 0", "no bias", "inner of rank 0"]
 
@@ -217,8 +219,8 @@ def _call(waves: wave_groups.GroupWaves, parameters: WaveParameters = PARAMETERS
 
 
 def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
-    """The wait of the kernel times out. The kernel then sets the rows of its group of waves to NaN and ends. The next
-    call raises an error."""
+    """The kernel's wait times out. The kernel sets the rows of its group of waves to NaN and ends. The next call raises
+    an error."""
     place = waves.place
     waves.counters[2 * FLAG_WORDS] = 3
     c = torch.zeros(64, 16).half()
@@ -237,7 +239,7 @@ def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
 
 def test_a_group_that_lies_across_element_2_to_31_becomes_nan(waves: wave_groups.GroupWaves, tmp_path: Path) -> None:
     place, first = waves.place, 2**31 - 256
-    # (The memory is a sparse file. Only the pages that are written need space.)
+    # The memory is a sparse file. Only the pages that are written need space.
     c = torch.from_file(str(tmp_path / "c"), shared=True, size=first + 768, dtype=torch.float16)
     number = place.faults.number("some site")
     wait_for_group[(1,)](waves.counters, c, place.faults.stop, 20_000, 0, 5, number, 0, first, 512, 256)
@@ -248,8 +250,7 @@ def test_a_group_that_lies_across_element_2_to_31_becomes_nan(waves: wave_groups
 def test_a_call_raises_after_a_collective_has_failed(
     waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the failure, some counters are not zero, because no kernel waited for them and reset them. If a later
-    call ran, its collectives would start too early."""
+    """The failure leaves counters that no kernel has reset. A later call's collectives would start too early."""
     _call(waves)
 
     def fails(*args: object) -> None:
@@ -287,14 +288,14 @@ def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeyp
     _call(waves)
     monkeypatch.setattr(symmetric, "capturing", lambda: True)
     assert _call(waves).shape == (64, 16), "a site that has run once cannot be captured"
-    # (Another inner size needs another kernel, which would be loaded during the capture.)
+    # Another inner size needs another kernel, which would be loaded during the capture.
     a, b = A[:, :16].contiguous(), B[:16].t().contiguous().t()
     with pytest.raises(OverlapError, match="Run the compiled function once before capturing it"):
         wave_groups.matmul_all_reduce(a, b, waves.place.group, PARAMETERS, "some site")
 
 
 def test_tables_of_partitions_run_out(waves: wave_groups.GroupWaves) -> None:
-    """Each plan fills one table for the whole matmul, and another one for each number of free SMs."""
+    """Each plan fills one table for the whole matmul, and one for each number of free SMs."""
     _call(waves, replace(PARAMETERS, free=(0, 1)))
     assert waves.used == 3
     waves.used = wave_groups.TABLES

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's script that does not import this project. It shards a Hugging Face Llama by the model's own plan and
-compiles it."""
+"""A user's script without this project: a Hugging Face Llama, sharded by the model's own plan and compiled."""
 
 import json
 import sys
@@ -32,7 +31,7 @@ with torch.no_grad():
     eager = model(ids, use_cache=False).logits
     compiled = torch.compile(model)(ids, use_cache=False).logits
 breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-# Each rank writes a file, because lines that two processes print at the same time may mix.
+# Each rank writes a file, because lines that two processes print at once may mix.
 difference = ((compiled - eager).abs().max() / eager.abs().max()).item()
 Path(results, f"rank{dist.get_rank()}.json").write_text(json.dumps([difference, breaks]))
 dist.barrier()

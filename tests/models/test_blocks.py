@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a sequence-parallel transformer block forward and backward in several layouts. Compares the results with fp64
-and counts the sites."""
+"""A sequence-parallel transformer block, forward and backward, in several layouts: results against fp64, and sites."""
 
 from __future__ import annotations
 
@@ -13,10 +12,8 @@ from tests.support.block_problems import problems
 from tests.support.gloo_ranks import run_ranks
 
 REPEATED = ("none", "full", "selective, matmuls only")
-"""Kinds of checkpointing with which ``test_block`` runs the hand-written block in thorough tests only. Without
-checkpointing (``none``), this block has the same sites as the DTensor block, which quick tests run. Quick tests run the
-hand-written block with kind ``selective``, which repeats two gathers in the backward. ``full`` and
-``selective, matmuls only`` add little: they repeat these gathers and one scatter."""
+"""Kinds of checkpointing with which the hand-written block runs in thorough tests only. The other tests cover nearly
+the same sites: the DTensor block without checkpointing, and the hand-written block with ``selective``."""
 
 
 @pytest.mark.parametrize(
@@ -30,8 +27,8 @@ hand-written block with kind ``selective``, which repeats two gathers in the bac
     ],
 )
 def test_block(by_hand: bool, checkpointing: str) -> None:
-    """All sites must be found in every layout. Each gradient must be summed exactly once, and each slice must hold the
-    right tokens."""
+    """All sites must be found in every layout. Each gradient must be summed once, and each slice must hold the right
+    tokens."""
     if checkpointing != "none" and not by_hand and TORCH in ((2, 12), (2, 13)):
         pytest.skip(
             "with checkpointing, these torch versions treat the DeviceMesh as a saved tensor, and fail even without"
@@ -48,10 +45,10 @@ def test_every_pair_of_layouts(by_hand: bool, checkpointing: str) -> None:
         assert not found, f"rank {rank}: {found}"
 
 
-# Thorough, because ``tests/examples`` trains a DTensor block in generated code in every run of the tests.
+# Thorough only: ``tests/examples`` trains a DTensor block in generated code.
 @pytest.mark.thorough
 @pytest.mark.parametrize(("by_hand", "checkpointing"), list(GENERATED))
 def test_block_in_generated_code(by_hand: bool, checkpointing: str) -> None:
-    """Generated code reuses buffers. It must not overwrite a buffer before the last hop has read it."""
+    """Generated code must not overwrite a buffer before the last hop has read it."""
     for rank, found in enumerate(run_ranks(2, problems, by_hand, checkpointing, "cpu", True)):
         assert not found, f"rank {rank}: {found}"

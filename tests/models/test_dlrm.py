@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles an unchanged DLRM-style model with Inductor on gloo ranks. The model's tables are divided among the
-ranks."""
+"""An unchanged DLRM-style model, compiled with Inductor on gloo ranks. Its tables are divided among the ranks."""
 
 from __future__ import annotations
 
@@ -58,13 +57,13 @@ def _trained(model: DLRM, call: Any, batches: list[Batch]) -> list[torch.Tensor]
 
 
 def _training(rank: int, world_size: int, kind: str, joined: str) -> list[str]:
-    """Returns the problems on this rank. With two ranks, Inductor's code runs. With more ranks, the rewritten graphs
-    are interpreted."""
+    """The problems on this rank. With two ranks, Inductor's code runs. With more, the rewritten graphs are
+    interpreted."""
     compile_anew(kernels=False)
     model = _model(rank, kind, joined)
     eager = _model(rank, kind, joined)
     generator = torch.Generator().manual_seed(rank)
-    # The lengths of the bags change from step to step, so the second step compiles the graph for any number of indices.
+    # The lengths of the bags change, so the second step compiles the graph for any number of indices.
     batches = [batch_of(model, 4, 3, generator) for _ in range(3)]
     reports: list[OverlapReport] = []
     generated, fields = world_size == 2, {"schedule": "ring", "sub_chunks": 2}
@@ -94,15 +93,15 @@ def _training(rank: int, world_size: int, kind: str, joined: str) -> list[str]:
     ],
 )
 def test_training(world_size: int, kind: str, joined: str) -> None:
-    """The last graph of the training (a backward) and the inference graph have one site each. The losses of three steps
-    and the parameters after them agree with eager mode."""
+    """The last training graph (a backward) and the inference graph have one site each. The losses of three steps and
+    the parameters after them agree with eager mode."""
     for rank, problems in enumerate(run_ranks(world_size, _training, kind, joined, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
 
 
 def _out_of_range(rank: int, world_size: int, kind: str, index: int) -> list[str]:
-    """Call the model with an index that is out of range. Returns this rank's error without overlap and its error with
-    overlap. A further text follows for each schedule that gives wrong results for a valid batch after the error."""
+    """Call the model with an index that is out of range. Returns this rank's error without overlap, its error with
+    overlap, and texts. There is a text for each schedule that then gives wrong results for a valid batch."""
     compile_anew()
     torch.set_grad_enabled(False)
     model = _model(rank, kind)
@@ -138,6 +137,6 @@ def test_an_index_out_of_range_is_the_same_error(kind: str, index: int) -> None:
 
 
 def _without_names(text: str) -> str:
-    """``text`` without names of compiled files and without numbers of their variables. Inductor's own check of an index
-    writes both into its error."""
+    """``text`` without names of compiled files and numbers of their variables. Inductor's check of an index writes both
+    into its error."""
     return re.sub(r"\S+\.cpp:\d+|\btmp\d+", "...", text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the commands of README and ``docs/``, and compares their output with the output on the pages."""
+"""Runs the commands of README and ``docs/``, and compares their output with the pages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from tools.doc_parts.pages import pages
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("paths", make_docs.page_runs(), ids=["README", "docs"])
 def test_pages(tmp_path: Path, paths: list[Path], inductor_base: ForkBase) -> None:
-    """Catches a command that fails, and a command whose output differs from the page. The commands run in processes
-    that have already imported torch, because importing torch would take most of the commands' time."""
+    """The commands run in processes that have already imported torch, which saves most of their time."""
     with tempfile.TemporaryDirectory() as programs, ForkCommands(inductor_base, Path(programs)):
         outputs = make_docs.run_samples(paths, tmp_path, Path(programs))
     assert outputs
@@ -29,6 +28,5 @@ def test_pages(tmp_path: Path, paths: list[Path], inductor_base: ForkBase) -> No
 
 
 def test_every_page_with_samples_is_run() -> None:
-    """Catches a page whose marked blocks no test runs."""
     marked = {path.name for path in pages() if samples.samples(path.read_text())}
     assert marked == set(make_docs.RUN) and all((DOCS / name).is_file() for name in make_docs.RUN)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs mixture-of-experts models of ``transformers`` under their expert-parallel plan. Each layer of experts must be
-one site with both grouped matmuls. All ranks must agree, although the number of the rank is a constant in each rank's
-graph. Logits must agree with fp64."""
+"""Mixture-of-experts models of ``transformers`` under their expert-parallel plan. Each layer of experts must be one
+site with both grouped matmuls. All ranks must agree, although each rank's graph holds the rank's number."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def _problems(
 def test_experts_of_a_model(
     family: str, world_size: int, generated: bool, fields: dict[str, Any], pattern: str, tmp_path: Path
 ) -> None:
-    """Catches a layer of experts that is not found, ranks that do not agree, and wrong logits."""
+    """Every layer of experts is found, ranks agree, and logits are right."""
     arguments = family, str(tmp_path), generated, fields
     for rank, (sites, problems) in enumerate(run_ranks(world_size, _problems, *arguments, timeout=500)):
         assert problems == [] and sites == {pattern: 1 if family.endswith(", one layer") else LAYERS}, f"rank {rank}"
@@ -91,8 +90,7 @@ def _trained(
     rank: int, world_size: int, family: str, folder: str, limits: tuple[int, ...], fields: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Run training steps, each with a recompile limit for rank 0. From a step with limit 1 on, rank 0 compiles no
-    further graph. Frames that would need another graph after a change of routing run uncompiled on rank 0. Each rank
-    has its own switches, ``fields``."""
+    further graph: frames that need one run uncompiled. Each rank has its own switches, ``fields``."""
     import overlap_inductor
 
     model = hugging_face.load(family, folder, "cpu", experts=world_size).train()
@@ -125,12 +123,12 @@ def _trained(
     return {"problems": problems, "warnings": heard.texts, "graphs": graphs, "counts": counts}
 
 
-# (Thorough only. ``tests/numerics/test_uncompiled_frames.py`` recompiles a smaller layer on some ranks, and
-# ``tests/numerics/test_dispatched_experts.py`` trains a smaller one.)
+# Thorough only: ``tests/numerics/test_uncompiled_frames.py`` and ``tests/numerics/test_dispatched_experts.py`` have
+# smaller layers.
 @pytest.mark.thorough
 def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
-    """The graphs before and after the exchange of tokens depend on how many tokens each expert got, so ranks recompile
-    at different times. Catches ranks that take a peer's recompile for a difference of their plans."""
+    """The graphs around the exchange of tokens depend on how many tokens each expert got, so ranks recompile at
+    different times. Ranks must not take a peer's recompile for a difference of their plans."""
     arguments = "mixtral, one layer", str(tmp_path), (64, 1, 1), [{}, {}]
     results = run_ranks(2, _trained, *arguments, timeout=400)
     for result in results:
@@ -140,11 +138,11 @@ def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
     assert first[0] == first[-1] and second[0] < second[-1], "rank 0 compiled after the first step, or rank 1 did not"
 
 
-# (Thorough only, because ``test_ranks_that_differ`` trains a smaller block on ranks whose plans differ.)
+# Thorough only: ``test_ranks_that_differ`` trains a smaller block on ranks whose plans differ.
 @pytest.mark.thorough
 def test_training_with_plans_that_differ(tmp_path: Path) -> None:
-    """The plain program of a forward passes a ``DeviceMesh`` on to the backward. Catches a plain program that returns
-    ``None`` in place of the ``DeviceMesh``."""
+    """The plain program of a forward passes a ``DeviceMesh`` on to the backward. The program must not return ``None``
+    in its place."""
     arguments = "mixtral, one layer", str(tmp_path), (64,), [{}, {"sub_chunks": 2}]
     results = run_ranks(2, _trained, *arguments, timeout=400)
     for result in results:

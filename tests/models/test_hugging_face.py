@@ -24,8 +24,7 @@ from tests.support.hugging_face_problems import problems
     ids=["llama, trained", "starcoder2", "cohere", "olmo2, trained"],
 )
 def test_family(family: str, trains: bool, tmp_path: Path) -> None:
-    """Catches a site that is no longer recognised, a site that is counted twice, and a wrong slice of logits or
-    gradients."""
+    """Each site is found and counted once, and no slice of logits or gradients is wrong."""
     for rank, found in enumerate(run_ranks(2, problems, family, str(tmp_path), trains, False, timeout=500)):
         assert not found, f"rank {rank}: {found}"
 
@@ -46,8 +45,7 @@ def test_family(family: str, trains: bool, tmp_path: Path) -> None:
 def test_sizes_that_the_group_does_not_divide(
     family: str, world_size: int, trains: bool, generated: bool, tmp_path: Path
 ) -> None:
-    """Logits and gradients must agree with fp64 although the ranks' shards have different sizes. (The head pads its
-    columns, and weights have different widths.)"""
+    """The ranks' shards have different sizes: the head pads its columns, and weights have different widths."""
     for rank, found in enumerate(
         run_ranks(world_size, problems, family, str(tmp_path), trains, generated, timeout=500)
     ):

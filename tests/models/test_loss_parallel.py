@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small sequence-parallel model with an odd vocabulary and a parallel loss. As in torchtitan, one dim of a 2-D
-mesh is tensor parallel. The results with overlap are compared with the results without overlap."""
+mesh is tensor parallel."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def _row(rank: int, world_size: int, tp: int) -> dict[str, Any]:
     return with_and_without.compared(build, close=1e-5)
 
 
-# (Thorough only, because ``tests/numerics/test_sequence_parallel.py`` trains a similar model on 1 x 2 ranks.)
+# Thorough only: ``tests/numerics/test_sequence_parallel.py`` trains a similar model on 1 x 2 ranks.
 @pytest.mark.thorough
 def test_an_odd_vocabulary_on_a_2d_mesh() -> None:
-    """The ranks' shards of the head have different numbers of columns. The gathered and scattered tensors have equal
-    shapes on all ranks, so every rank overlaps."""
+    """The shards of the head have different numbers of columns. The gathered and scattered tensors have equal shapes on
+    all ranks, so every rank overlaps."""
     rows = run_ranks(4, _row, 2, timeout=300)
     assert with_and_without.outcome(rows) == "right", rows
     for row in rows:

@@ -30,23 +30,20 @@ def run(folder: Path, dump: Path) -> list[tuple[float, int]]:
     results = folder / f"results of {dump.name}"
     results.mkdir()
     command = [str(SCRIPT), str(folder / "model"), str(results)]
-    # This runs no ``torchrun``, which would import torch in one more process. ``rank_environment`` and ``run_ranks``
-    # set the variables that ``torchrun`` sets.
+    # ``rank_environment`` and ``run_ranks`` set the variables of ``torchrun``, which would import torch once more.
     run_ranks(command, 2, results, environment=environment, timeout=500, on_line=print, on_wait=lambda: None)
     return [tuple(json.loads((results / f"rank{rank}.json").read_text())) for rank in range(2)]
 
 
 def texts(dump: Path) -> dict[str, str]:
-    """Texts of the dump's files. The files that name the run are left out: the page of all graphs, and each graph's
-    ``run.json``."""
+    """Texts of the dump's files, except those that name the run: the page of all graphs, and each ``run.json``."""
     found = {str(f.relative_to(dump)): f.read_text() for f in sorted(dump.rglob("*")) if f.is_file()}
     return {name: text for name, text in found.items() if name != "index.html" and not name.endswith("/run.json")}
 
 
 @pytest.mark.thorough
 def test_environment_variables_alone(tmp_path: Path) -> None:
-    """Catches a site that is missing in the dump, a graph break, and a dump that differs between a cold and a warm
-    cache."""
+    """All sites are in the dump, no graph breaks, and a cold and a warm cache give one dump."""
     if not importlib.metadata.entry_points(group="torch.backends", name="overlap_inductor"):
         pytest.skip("the package is not installed here, so torch cannot load it by itself; pip install -e . first")
     for dump in (tmp_path / "cold", tmp_path / "warm"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs README's Python block and the demo, in small sizes and without GPUs."""
+"""README's Python block and the demo, in small sizes and without GPUs."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ def test_the_three_ways_in_code() -> None:
 
 
 def _worker(rank: int, world_size: int, settings: str, environment: dict[str, str]) -> str:
-    """What ``python -m overlap_inductor.cli.demo_worker`` prints on this rank. No C++ kernel is built, the plain
-    models are not compiled, and ``auto`` compiles only the block. These things would take most of the demo's time.
-    Looping ops run, because their graphs compile in less time than unrolled steps."""
+    """What ``python -m overlap_inductor.cli.demo_worker`` prints on this rank. To save time, no C++ kernel is built,
+    the plain models are not compiled, ``auto`` compiles only the block, and looping ops run."""
     compile_anew(kernels=False)
     made = torch.compile
 
@@ -73,7 +72,7 @@ def _worker(rank: int, world_size: int, settings: str, environment: dict[str, st
 def _forked(
     command: list[str], ranks: int, folder: Path, *, environment: Any, on_line: Callable[[str], None], **rest: Any
 ) -> None:
-    """Runs the demo's ranks in processes that have already imported torch and compiled a first graph."""
+    """Run the demo's ranks in processes that have already imported torch and compiled a first graph."""
     module, settings = command[1:]
     assert module == "overlap_inductor.cli.demo_worker" and not rest["hosts"]
     first, _ = run_ranks(ranks, _worker, settings, dict(environment), grouped=False, timeout=500)
@@ -83,8 +82,7 @@ def _forked(
 
 @pytest.mark.timeout(600)
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs ``demo`` in small sizes. The demo's own checks must pass, all sites must be overlapped, and times must be
-    printed. (``tests/unit/test_demo.py`` starts ranks as the command does, and runs the estimate.)"""
+    """The demo's own checks must pass, all sites must be overlapped, and times must be printed."""
     monkeypatch.setattr(demo, "run_ranks", _forked)
     monkeypatch.setattr(demo, "_estimate", lambda: print("estimated"))
     small = ["--layers", "1", "--hidden", "64", "--tokens", "64"]

@@ -33,8 +33,7 @@ CASES = {
 
 
 FEW = ("llama", "cohere")
-"""The families that run in every test. Cohere computes attention and MLP in parallel. (``tests/compile`` compares the
-graphs of blocks of the other families. ``tests/numerics/test_layers.py`` runs Llama's generated code.)"""
+"""The families that run in every test. Cohere computes attention and MLP in parallel."""
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ graphs of blocks of the other families. ``tests/numerics/test_layers.py`` runs L
     ids=["interpreted", "generated code", "interpreted, more of them"],
 )
 def test_families(names: Sequence[str], tmp_path: Path) -> None:
-    """Catches an op of one family that no longer runs on rows, and a wrong gradient of a norm, a bias or a branch."""
+    """Every op of a family must run on rows. Gradients of norms, biases and branches must be right."""
     cases = {name: CASES[name] for name in names}
     for rank, found in enumerate(run_ranks(2, problems, cases, str(tmp_path), timeout=500)):
         assert not found, f"rank {rank}: " + "\n".join(found)

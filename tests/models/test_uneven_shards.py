@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs DTensor layers forward and backward. The layers' sizes are not multiples of the group's size. All ranks must
-have the same plan, and the results must agree with those of eager PyTorch."""
+"""DTensor layers, forward and backward, whose sizes are no multiples of the group's size. All ranks must have one plan,
+and the results must agree with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A block on a sequence of ``TOKENS`` tokens. ``TOKENS`` is a multiple neither of two nor of three. Input and
-    output are this rank's rows."""
+    """A block on a sequence of ``TOKENS`` tokens, a multiple neither of two nor of three. Input and output are this
+    rank's rows."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -73,9 +73,7 @@ class RowWise(nn.Module):
 
 
 class _Reduced(torch.autograd.Function):
-    """The sum over ranks.
-
-    ``backward`` returns the gradient unchanged, because the gradient is the same on every rank."""
+    """The sum over ranks. ``backward`` returns the gradient, which is equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -157,8 +155,7 @@ def _run(
 def problems(
     rank: int, world_size: int, names: list[str], generated: bool, device: str = "cpu"
 ) -> tuple[list[str], list[Any]]:
-    """Run the layers in ``names``. Returns the problems found on this rank, and its plans, which must be equal on all
-    ranks.
+    """Run the layers in ``names``. Returns the problems on this rank, and its plans, which must be equal on all ranks.
 
     ``generated``: run Inductor's code. Otherwise the rewritten graphs are interpreted.
     """
@@ -228,8 +225,7 @@ THREE = ["row-wise", "sequence"]
     ids=["2 ranks", "3 ranks", "3 ranks, more layers", "2 ranks, generated code"],
 )
 def test_layers_that_the_group_does_not_divide(world_size: int, names: list[str], generated: bool) -> None:
-    """Catches a rank that finds other sites than its peers. Also catches a padding row or column that enters a sum or
-    gets a gradient."""
+    """Ranks must find equal sites. No padding row or column may enter a sum or get a gradient."""
     found = run_ranks(world_size, problems, names, generated, timeout=400)
     for rank, (wrong, plans) in enumerate(found):
         assert not wrong, f"rank {rank}: " + "\n".join(wrong)

@@ -31,20 +31,19 @@ from tests.support.together import run_together
 def _check(
     rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtype, names: list[str] | None, generated: bool
 ) -> list[str]:
-    """Run the cases in ``names``, or all of them. Returns the problems found on this rank.
+    """Run the cases in ``names``, or all of them. Returns the problems on this rank.
 
     ``generated``: run Inductor's code. Otherwise the rewritten graph is interpreted.
     """
     problems = []
     compile_anew()
-    # With ``step_node_budget``, sites without a looping op are refused. Of the cases with such a site, only the first
-    # runs.
+    # With ``step_node_budget``, sites without a looping op are refused. Only the first case with such a site runs.
     refused = sorted(WITHOUT_LOOPING_OP)[1:] if "step_node_budget" in fields else []
     tolerance = 1e-4 if dtype == torch.float32 else 6e-2
     sizes = {name: [6] for name in names or cases(world_size, 4) if name not in refused}
     if not fields and world_size == 2 and not generated:
-        # A run with shards of one row takes as much time as a run with larger shards. So shards of one row run in one
-        # setting only, and only for a sample of the cases.
+        # Shards of one row take as much time as larger shards. So they run in one setting only, for a sample of the
+        # cases.
         sizes = {name: [6, 1] if name in SAMPLE else [6] for name in sizes}
     for size in (6, 1):
         for batch in batches(name for name in sizes if size in sizes[name]):
@@ -122,8 +121,8 @@ SAMPLE = [
     ROWS_LEFT,
     "gathered output",
 ]
-"""Some cases of each pattern. They suffice for settings that treat all cases alike: a dtype, padding, and a ring with
-an even number of ranks. (In such a ring both directions meet at one rank.)"""
+"""Some cases of each pattern. They are for settings that treat all cases alike: a dtype, padding, and an even number of
+ranks. (In a ring of an even number of ranks, both directions meet at one rank.)"""
 
 
 @pytest.mark.parametrize(
@@ -180,7 +179,7 @@ an even number of ranks. (In such a ring both directions meet at one rank.)"""
 def test_cases_agree_with_fp64(
     world_size: int, fields: dict[str, Any], dtype: torch.dtype, names: list[str] | None, generated: bool
 ) -> None:
-    """Catches a wrong slice, remaining rows that are lost, a piece in a wrong place, and a sum in a wrong dtype."""
+    """Catches a wrong slice, lost rows, a piece in a wrong place, and a sum in a wrong dtype."""
     for rank, problems in enumerate(run_ranks(world_size, _check, fields, dtype, names, generated, timeout=500)):
         assert not problems, f"rank {rank}: {problems}"
 
@@ -208,8 +207,8 @@ def _is_not_generated(name: str) -> bool:
 def _dynamic(
     rank: int, world_size: int, fields: dict[str, Any], generated: bool, which: Callable[[str], bool]
 ) -> list[str]:
-    """Compile once each function whose name ``which`` accepts, and call the compiled function with several token
-    counts. Returns the problems found on this rank. (torch itself compiles again for zero tokens and for one token.)"""
+    """Compile once each function whose name ``which`` accepts, and call it with several token counts. Returns the
+    problems on this rank. (torch itself compiles again for zero tokens and for one token.)"""
     import overlap_inductor
 
     g = dist.group.WORLD
@@ -270,8 +269,7 @@ def _dynamic(
 def test_dynamic_token_counts_share_one_compile(
     world_size: int, fields: dict[str, Any], generated: bool, which: Callable[[str], bool]
 ) -> None:
-    """Catches a guard that the pass adds. Also catches rows that are lost if the token count is not a multiple of the
-    number of ranks."""
+    """The pass must add no guard. No rows may be lost if the ranks do not divide the token count."""
     for rank, problems in enumerate(run_ranks(world_size, _dynamic, fields, generated, which, timeout=500)):
         assert not problems, f"rank {rank}: {problems}"
 
@@ -282,7 +280,6 @@ def _first_rank_pads(rank: int, world_size: int) -> list[str]:
 
 
 def test_one_rank_pads_its_matmuls() -> None:
-    """Each rank pads its matmuls if its own measurement says so. Plans and sites must not depend on this: otherwise an
-    agreement error follows, or a rank waits until its timeout."""
+    """Each rank pads its matmuls if its own measurement says so. Plans and sites must not depend on this."""
     for rank, problems in enumerate(run_ranks(2, _first_rank_pads, timeout=300)):
         assert not problems, f"rank {rank}: {problems}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If one rank of a group is out of memory, no rank of the group gets a workspace, and no rank waits for that rank."""
+"""If one rank of a group is out of memory, no rank gets a workspace, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _attempts(rank: int, world_size: int) -> list[Any]:
 
     for fails in ((), (1,), (0, 2), ()):
         attempt(fails)
-    # In a subgroup, the first rank of the subgroup decides. The text names global ranks.
+    # In a subgroup, its first rank decides. The text names global ranks.
     group = dist.new_group([1, 2])
     if rank:
         attempt((2,))
@@ -117,8 +117,8 @@ def _workspace(rank: int, world_size: int, folder: str) -> list[Any]:
     symmetric.allocate = allocate
     group, requests = dist.group.WORLD, json.dumps([["a", 3000, 2], ["b", 500, 1]])
     for failing in (1, 1, 2, 3, 4):
-        # In each round, the next one of five allocations fails. The first is that of the fault record, which
-        # ``workspace_of`` then makes. The others are those of the data and the flags of two slots.
+        # Five allocations can fail: first the fault record, then the data and flags of two slots. In each round, the
+        # next one fails. In the first round, ``workspace_of`` makes the record after the failure.
         left[0] = failing
         said.append(workspace.prepare(group, CPU, requests, 2**30))
         assert not workspace.workspace_of(group, CPU).arena.slots
@@ -153,8 +153,13 @@ def test_a_rank_without_memory_leaves_all_without_workspace_and_none_waiting(tmp
 
 
 def _limits(rank: int, world_size: int, folder: str) -> list[Any]:
-    """Request slots three times. Rank 1 has a smaller limit than the others. Returns, for this rank: which sites of
-    each request got a slot, the warnings, the number of slots, and whether the first site still has its slot."""
+    """Request slots three times. Rank 1 has a smaller limit. Returns, for this rank:
+
+    - which sites of each request got a slot;
+    - the warnings;
+    - the number of slots;
+    - whether the first site still has its slot.
+    """
     use_shared_memory(folder)
     told: list[str] = []
     heard = logging.Handler()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls beside matmuls on gloo ranks. The results of every spelling and of random shapes are compared with fp64.
-Some layers are compared bit for bit with the same matmuls run slice by slice."""
+"""All-to-alls beside matmuls on gloo ranks. Every spelling and random shapes are compared with fp64. Some layers are
+compared bit for bit with their matmuls run slice by slice."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ def _every_spelling(rank: int, world_size: int, budget: int) -> list[str]:
     ],
 )
 def test_every_spelling(world_size: int, budget: int) -> None:
-    """Catches slices that are computed, sent or placed in a wrong order. With a budget of one node, looping ops run,
-    and spellings without a looping op are left out."""
+    """Slices must be computed, sent and placed in the right order. With a budget of one node, looping ops run, and
+    spellings without a looping op are left out."""
     for rank, problems in enumerate(run_ranks(world_size, _every_spelling, budget, timeout=500)):
         assert not problems, f"rank {rank}: {problems}"
 
 
 def _layer(kind: str, x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A layer of ``x [t, k]``, ``w [k, n]`` and ``v [n, k]``. In a layer of experts, these tensors have a leading dim
-    ``e``. ``t``, ``n`` and ``e`` are multiples of the number of ranks."""
+    """A layer of ``x [t, k]``, ``w [k, n]`` and ``v [n, k]``. In a layer of experts, they have a leading dim ``e``.
+    ``t``, ``n`` and ``e`` are multiples of the number of ranks."""
     ranks, exchange = dist.get_world_size(), exchange_spellings.exchange
     if kind in ("rows", "experts"):
         return exchange(x @ w)
@@ -154,7 +154,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
 )
 def test_drawn_layers(world_size: int, examples: int) -> None:
     """Catches a shape, dtype or switch at which a slice is wrong, in forward or backward. Layers without tokens must
-    run, but their results are not compared."""
+    run, but are not compared."""
     results = run_ranks(world_size, _draws, examples, timeout=500)
     assert {count for count, _ in results} == {examples}
     for rank, (_, problems) in enumerate(results):
@@ -162,8 +162,8 @@ def test_drawn_layers(world_size: int, examples: int) -> None:
 
 
 def _bit_for_bit(rank: int, world_size: int, budget: int) -> list[str]:
-    """The names of the layers whose result differs in any bit from the expected one. The expected result is
-    computed by the same matmuls, run slice by slice, and by one collective."""
+    """The names of the layers whose result differs in any bit from the expected one. To get the expected result, run
+    the matmuls slice by slice, and one collective."""
     config = OverlapConfig(schedule="ring", sub_chunks=1, step_node_budget=budget)
     torch.manual_seed(rank)
     x, w = torch.randn(24 * world_size, 16), torch.randn(16, 16 * world_size)
@@ -199,6 +199,6 @@ def _bit_for_bit(rank: int, world_size: int, budget: int) -> list[str]:
 
 @pytest.mark.parametrize("budget", [4000, pytest.param(1, marks=pytest.mark.thorough)])
 def test_equal_bit_for_bit_to_the_same_matmuls_slice_by_slice(budget: int) -> None:
-    """Catches a slice that is computed by a matmul of another shape, or products that are added in another order than
-    that in which their slices arrive."""
+    """A slice must be computed by a matmul of its own shape. Products must be added in the order in which slices
+    arrive."""
     assert run_ranks(3, _bit_for_bit, budget, timeout=300) == [[]] * 3

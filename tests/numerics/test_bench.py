@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the operator bench as ``torchrun`` does, on two gloo processes. Then makes tables and plots from the rows that
-the bench wrote."""
+"""Runs the operator bench as ``torchrun`` does, on two gloo processes, then makes tables and plots from its rows."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ FIELDS = {
 
 
 def _command(rank: int, world_size: int, arguments: list[str]) -> str:
-    """Run ``python -m bench.operators ARGUMENTS`` in this rank's process, which has already imported torch. Returns
-    what the command prints."""
+    """Run ``python -m bench.operators ARGUMENTS`` in this rank's process. Returns what it prints."""
     sys.argv = ["operators", *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         try:

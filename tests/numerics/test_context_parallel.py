@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel attention on gloo ranks: the gathers of keys and values run under the attention, and the output is
+"""Context-parallel attention on gloo ranks: the gathers of keys and values run under the attention. The output is
 compared with fp64."""
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PATTERN = "all_gather_attention"
 
 
 class _Problem:
-    """One rank's tensors, ``[batch, heads, tokens, width]``, and the output in fp64. Each rank draws the tensors of all
-    ranks, with one seed."""
+    """One rank's tensors, ``[batch, heads, tokens, width]``, and the output in fp64. Each rank draws all ranks' tensors
+    with one seed."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class _Problem:
 
 
 def _statuses(reports: list[OverlapReport]) -> list[tuple[str, str]]:
-    """The pattern and status of each site, and the reason of each near miss. Near misses without a matmul are left out.
-    The gather of the queries is such a near miss."""
+    """The pattern and status of each site, and the reason of each near miss. Near misses without a matmul, such as the
+    gather of the queries, are left out."""
     found = [(s.facts.pattern, s.decision.status) for r in reports for s in r.sites]
     return found + [
         (m.reason.code, m.reason.text) for r in reports for m in r.near_misses if m.reason.code != "no_matmul"
@@ -85,7 +85,7 @@ SIZES = ((2, 4, 2, 5), (1, 2, 1, 16), (1, 1, 1, 1), (2, 2, 2, 2), (1, 2, 2, 16))
 
 
 def _cases(world_size: int) -> list[tuple[str, Any, torch.dtype, tuple[int, int, int, int], str]]:
-    """Each mask is combined with two of the layers. The dtype, the sizes and the direction change from case to case."""
+    """Each mask is combined with two of the layers. Dtype, sizes and direction change from case to case."""
     found = []
     for i, (mask, second) in enumerate(itertools.product(MASKS, (False, True))):
         layer = LAYERS[(i // 2 * 3 + second + world_size) % len(LAYERS)]
@@ -108,8 +108,8 @@ def _compared(rank: int, world_size: int, part: slice) -> list[str]:
         text = f"{layer.__name__} {mask} {dtype} {sizes} {direction}"
         if _statuses(reports) != [(PATTERN, "overlapped")]:
             problems.append(f"{text}: {_statuses(reports)}")
-        # The output of each piece is rounded to the dtype, and so is the merged output. So the error may be twice that
-        # of the layer without overlap.
+        # The output of each piece is rounded, and so is the merged output. So the error may be twice that without
+        # overlap.
         if not error <= 2 * plain + 8 * torch.finfo(dtype).eps:
             problems.append(f"{text}: error {error}, without overlap {plain}")
     return problems
@@ -135,13 +135,13 @@ def _compared(rank: int, world_size: int, part: slice) -> list[str]:
     ],
 )
 def test_random_attention(world_size: int, part: slice) -> None:
-    """Catches a wrong merge, and keys and mask columns of a wrong rank. Also catches wrong results for queries that see
-    no key of one rank or no key at all."""
+    """Catches a wrong merge, and keys or mask columns of a wrong rank. Some queries see no key of one rank, or no
+    key."""
     assert run_ranks(world_size, _compared, part, timeout=500) == [[]] * world_size
 
 
 def _lengths(rank: int, world_size: int) -> list[str]:
-    """The problems of this rank with one graph for several lengths, for ``is_causal`` and for a random mask."""
+    """This rank's problems with one graph for several lengths, for ``is_causal`` and for a random mask."""
     problems = []
     for mask in ("is_causal", "random"):
         torch._dynamo.reset()
@@ -163,13 +163,12 @@ def _lengths(rank: int, world_size: int) -> list[str]:
 
 
 def test_symbolic_lengths() -> None:
-    """Catches a mask or a shard that keeps the size of the first call."""
+    """No mask or shard may keep the size of the first call."""
     assert run_ranks(2, _lengths) == [[]] * 2
 
 
 def _emulated(kernel: str) -> Callable[..., Any]:
-    """CUDA's attention op ``kernel``, emulated on the CPU. Elements of the results that the op does not define are
-    NaN."""
+    """CUDA's attention op ``kernel``, emulated on the CPU. Elements that the op does not define are NaN."""
 
     def attention(
         q: torch.Tensor,
@@ -203,7 +202,7 @@ def _emulated(kernel: str) -> Callable[..., Any]:
 
 
 def _gpu_ops(rank: int, world_size: int) -> list[str]:
-    """The problems of this rank with CUDA's attention ops, which are emulated."""
+    """This rank's problems with CUDA's attention ops, which are emulated."""
     library = torch.library.Library("aten", "IMPL", "CPU")
     for kernel in ("flash", "efficient", "cudnn"):
         library.impl(f"_scaled_dot_product_{kernel}_attention", _emulated(kernel))
@@ -236,8 +235,8 @@ def _gpu_ops(rank: int, world_size: int) -> list[str]:
 
 
 def test_ops_of_gpus() -> None:
-    """Catches a log-sum-exp that is read in a wrong layout, and a log-sum-exp that is read although the op was not
-    asked to compute it. Also catches a result that uses values that an op does not define."""
+    """Log-sum-exps must be computed on request and read in their layout. Values that an op does not define must not be
+    used."""
     assert run_ranks(2, _gpu_ops) == [[]] * 2
 
 
@@ -266,5 +265,5 @@ def _compiled(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_generated_code(world_size: int) -> None:
-    """Catches a buffer that Inductor reuses too early, and a slice of the mask at a wrong offset."""
+    """Inductor must not reuse a buffer too early, or slice the mask at a wrong offset."""
     assert run_ranks(world_size, _compiled) == [[]] * world_size

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs layers of experts between two exchanges of rows on gloo ranks, forward and backward, with several loads of the
-experts. Compares the results with fp64."""
+"""Layers of experts between two exchanges of rows on gloo ranks, compared with fp64. The layers run forward and
+backward, with several loads of the experts."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _errors(layer: DispatchedExperts, compiled: Any, rank: int, ranks: int, *given: Any) -> dict[str, float]:
-    """The largest error of the output and of each gradient on this rank. An error is relative to the tensor's largest
-    value, or to 1 if all values are smaller."""
+    """The largest error of the output and of each gradient on this rank, relative to the tensor's largest value or to
+    1."""
     tokens, loads, dtype = given
     x, ids, scores = inputs(tokens + rank, loads, rank, dtype)
     layer.zero_grad()
     out = compiled(x.requires_grad_(), ids, scores.requires_grad_())
     out.float().sin().sum().backward()
     weights = [w.double().requires_grad_() for w in layer.all_weights]
-    # The gradient of a routed expert's weight is the sum over the tokens of all ranks. That of the shared expert's
-    # weight is the sum over this rank's tokens only.
+    # A routed expert's gradient is the sum over the tokens of all ranks. The shared expert's gradient is the sum over
+    # this rank's tokens.
     for other in sorted(range(ranks), key=lambda r: r == rank):
         other_x, other_ids, other_scores = inputs(tokens + other, loads, other, dtype)
         other_x, other_scores = other_x.double().requires_grad_(), other_scores.double().requires_grad_()
@@ -83,8 +83,8 @@ def _every_load(
     ],
 )
 def test_every_load(world_size: int, tokens: int, dtype: torch.dtype, shared: bool, sub_chunks: int) -> None:
-    """Catches rows that are computed by another expert, returned to a wrong rank or place, or saved in a wrong order
-    for the backward graph. Also catches a rank that waits for a piece without rows."""
+    """Rows must be computed by the right expert, returned to the right place, and saved in the right order. No rank may
+    wait for a piece without rows."""
     for rank, (sites, errors, problems) in enumerate(
         run_ranks(world_size, _every_load, tokens, dtype, shared, sub_chunks, timeout=300)
     ):
@@ -92,8 +92,7 @@ def test_every_load(world_size: int, tokens: int, dtype: torch.dtype, shared: bo
 
 
 def _generated(rank: int, world_size: int) -> tuple[list[list[str]], dict[str, float], list[str]]:
-    """Like ``_every_load``, but runs Inductor's generated code with two loads, and returns the sites of each graph
-    separately."""
+    """``_every_load`` in generated code with two loads. Returns the sites of each graph separately."""
     compile_anew(kernels=False)
     torch._dynamo.config.capture_scalar_outputs = True
     layer = DispatchedExperts(rank, world_size, shared=True)
@@ -109,8 +108,8 @@ def _generated(rank: int, world_size: int) -> tuple[list[list[str]], dict[str, f
 
 
 def test_generated_code() -> None:
-    """Catches a buffer that Inductor reuses while rows travel, a size that Inductor cannot write into its code, and a
-    recompile for other loads."""
+    """Inductor must not reuse a buffer while rows travel, and must not recompile for other loads. It must be able to
+    write all sizes into its code."""
     for rank, found in enumerate(run_ranks(2, _generated, timeout=400)):
         assert found == ([[PATTERN]] * 2, {}, []), f"rank {rank}"
 
@@ -133,8 +132,8 @@ def _looped(rank: int, world_size: int, tokens: int) -> tuple[dict[str, float], 
 
 @pytest.mark.thorough
 def test_a_loop_over_experts() -> None:
-    """The results must be right, also if experts have no rows or one expert has all tokens. Catches a site that takes
-    an expert's rows for those of a rank."""
+    """The results must be right, also if experts have no rows or one expert has all tokens. No site may take an
+    expert's rows for those of a rank."""
     for rank, (errors, reasons, problems) in enumerate(run_ranks(2, _looped, 13, timeout=400)):
         assert (errors, problems) == ({}, []), f"rank {rank}"
         assert reasons, f"rank {rank}: the report gives no reason why the loop has no site"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups beside all-to-alls on gloo ranks, with random tables and bags, forward and backward. The results must be
-bitwise equal to those of the same model without overlap."""
+"""Lookups beside all-to-alls on gloo ranks, with random tables and bags, forward and backward. Results must be bitwise
+equal to those without overlap."""
 
 from __future__ import annotations
 
@@ -104,9 +104,8 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
             if not torch.equal(one, other):
                 problems.append(f"{what}: result {i} differs by {(one - other).abs().max()}")
         sites = _overlapped(reports)
-        # A single table is a site only if it is an ``nn.Embedding``, and only in forward. If there is one table of
-        # bags, a single op looks up all its bags, so no lookup is left to hide a transfer. In backward, no other
-        # table's gradient could hide the transfer of this table's gradient.
+        # A single table is a site only in forward, and only as an ``nn.Embedding``. One op looks up all bags of a
+        # table, so no lookup is left to hide a transfer. In backward, no other table's gradient hides the transfer.
         if mine and tables > 1 and sites != [tables] * (1 + trained):
             problems.append(f"{what}: sites {sites} {[n.reason for r in reports for n in r.near_misses]}")
         if mine and tables == 1 and kind == "embedding" and sites != [1]:

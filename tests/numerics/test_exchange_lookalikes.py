@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that look like all-to-alls of table lookups or of uneven parts, or like sums of experts. Each program
-differs from these in one point: a dtype, an order or a dim. Each program must give the results of eager PyTorch, and
-its report must have a site or a reason."""
+"""Programs that look like a supported exchange, but differ in a dtype, an order or a dim. They look like all-to-alls of
+table lookups or of uneven parts, or like sums of experts. Each must give the results of eager PyTorch, and have a site
+or a reason."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ CASES: dict[str, tuple[Callable[[int], Program], dict[str, Any], set[str]]] = {
 
 
 def _outcomes(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
-    """For each case: the largest error, and a set. The set holds the codes of all reasons. It also holds ``overlapped``
-    if a site is overlapped."""
+    """For each case: the largest error, and the set of all reason codes, with ``overlapped`` if a site is
+    overlapped."""
     compile_anew()
     found = {}
     for name in names:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs layers of experts in blocks of tokens on gloo ranks, with several loads of the experts. Compares the results
-with fp64."""
+"""Layers of experts in blocks of tokens on gloo ranks, with several loads of the experts, compared with fp64."""
 
 from __future__ import annotations
 
@@ -34,12 +33,11 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "biases": {"kind": BiasedExperts},
     "gate apart": {"kind": ApartExperts},
 }
-"""Values of ``_every_load``'s argument ``layer``: ``kind`` is the class of the experts, and ``spelling`` holds keyword
-arguments of this class."""
+"""Values of ``_every_load``'s argument ``layer``: the class of the experts (``kind``) and its keyword arguments
+(``spelling``)."""
 REPEATED = ("put", "argsort", "negative places", "late weights")
 """``put``, and spellings that compute what ``put`` computes. Their unrolled steps run in thorough tests only, because
-``test_any_number_of_tokens`` runs those of ``put``.
-(``tests/compile/test_experts_graph.py`` compares the graphs of all spellings.)"""
+``test_any_number_of_tokens`` runs those of ``put``."""
 
 
 def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -92,8 +90,8 @@ def _check(world_size: int, *arguments: Any, sites: list[tuple[str, bool]]) -> N
     ],
 )
 def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
-    """Catches rows of a block that are multiplied by another expert's weights, weighted by another row's share, or
-    summed for another token. One or three tokens are left over when the tokens are divided among the ranks."""
+    """Each row must be multiplied by its expert's weights, weighted by its own share, and summed for its own token. The
+    ranks do not divide the number of tokens."""
     _check(
         world_size, 15 if world_size == 4 else 13, SPELLINGS[spelling], False, {}, sites=[("matmul_all_reduce", True)]
     )
@@ -109,7 +107,7 @@ def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
     ],
 )
 def test_looping_op(world_size: int, spelling: str) -> None:
-    """Catches an op that computes something else than the unrolled steps."""
+    """The looping op must compute what the unrolled steps compute."""
     layer, options = SPELLINGS[spelling], {"step_node_budget": 1}
     _check(world_size, 13, layer, False, options, sites=[("matmul_all_reduce", False)])
 
@@ -142,7 +140,7 @@ def _generated(rank: int, world_size: int, options: dict[str, Any]) -> tuple[lis
 
 @pytest.mark.parametrize("budget", [3000, pytest.param(1, marks=pytest.mark.thorough)])
 def test_any_number_of_tokens(budget: int) -> None:
-    """Catches a block that keeps the size that it had in the first call, and a guard that the pieces add."""
+    """No block may keep the size of the first call, and the pieces must add no guard."""
     for statuses, errors, graphs in run_ranks(2, _generated, {"step_node_budget": budget}, timeout=400):
         assert statuses == ["overlapped"] and graphs == 1
         assert {tokens: error for tokens, error in errors.items() if not error < TOLERANCE} == {}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that disagree, die or recompile, process groups that are destroyed, and unusual inputs. Each must lead to a
-clear error or to a right result, and never to a hang."""
+"""Ranks that disagree, die or recompile, destroyed groups, and unusual inputs. Each must lead to a clear error or a
+right result, never to a hang."""
 
 from __future__ import annotations
 
@@ -68,9 +68,8 @@ def _disagree(rank: int, world_size: int, fields: list[dict[str, Any]]) -> tuple
     ids=["sub-chunks", "direction"],
 )
 def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
-    """This test's backend runs the rewritten graph itself. So if plans differ, there is no plain program that could run
-    in its place, and every rank must raise an error. The error names the ranks whose plans differ from the rank's own
-    plan, and says what differs."""
+    """The backend runs the rewritten graph itself, without a plain program. So every rank must raise an error that
+    names the ranks with other plans, and what differs."""
     odd = next(i for i, f in enumerate(fields) if f)
     for rank, (kind, text, _) in enumerate(run_ranks(3, _disagree, fields)):
         assert kind == "AgreementError" and words in text, f"rank {rank}: {kind} {text}"
@@ -79,8 +78,7 @@ def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
 
 
 def _other_model(rank: int, world_size: int, other: str) -> tuple[str, str, float]:
-    """The collective of rank 1's model has another kind, reduce op or dtype than the collective of rank 0's model. The
-    inputs of both collectives have equal shapes."""
+    """The collective of rank 1's model has another kind, reduce op or dtype. The inputs have equal shapes."""
     group = _group()
     functions: dict[str, Callable[..., torch.Tensor]] = {
         "sum": lambda x, w: reduce_scatter(x @ w, "sum", 0, group),
@@ -121,8 +119,8 @@ def _other_version(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_different_versions() -> None:
-    """With the same switches, two versions of the package may divide a site into different pieces. So every rank must
-    raise an error that names both versions."""
+    """Two versions may divide a site into different pieces, so every rank must raise an error that names both
+    versions."""
     for kind, text, _ in run_ranks(2, _other_version):
         assert kind == "AgreementError" and "overlap_inductor is '" in text and "9.9" in text
 
@@ -139,11 +137,11 @@ def _switched_off_on_one(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_switched_off_on_one_rank() -> None:
-    """Overlap is off on rank 1, so rank 1 publishes no plan. Rank 0 must raise an error at its deadline. It must not
-    send to rank 1, which waits in another collective."""
+    """Overlap is off on rank 1, so it publishes no plan. Rank 0 must raise an error at its deadline. It must not send
+    to rank 1, which waits in another collective."""
     on, off = run_ranks(2, _switched_off_on_one)
     assert on[0] == "AgreementError" and "rank 1 published no plan" in on[1] and on[2] < 60
-    # No peer takes part in rank 1's all-gather. So the all-gather fails at the group's timeout, or when rank 0 ends.
+    # No peer takes part in rank 1's all-gather. So it fails at the group's timeout, or when rank 0 ends.
     assert off[0] != "ok"
 
 
@@ -159,9 +157,8 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
 
 
 def test_one_rank_alone_compiles_again() -> None:
-    """Both ranks compile again, but only rank 1 gets another plan. In this test, a plan is compared at its first run
-    only. So rank 0 runs its agreed plan without comparing it again, and its transfers find no partner. The error of
-    rank 0 must say why."""
+    """Only rank 1 gets another plan. A plan is compared at its first run only, so rank 0 runs its agreed plan, and its
+    transfers find no partner. Rank 0's error must say why."""
     (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
     assert first[0] == second[0] == "ok", (first, second)
     assert (
@@ -186,15 +183,15 @@ def _peer_dies(rank: int, world_size: int, first_call: bool) -> tuple[str, str, 
     if rank == 2:
         os._exit(9)
     outcome = _outcome(lambda: compiled(*inputs))
-    # (Rank 0's process holds the store, and the other surviving rank still reads it.)
+    # Rank 0's process holds the store, which the other survivor still reads.
     time.sleep(5 if rank == 0 else 0)
     return outcome
 
 
 @pytest.mark.parametrize("first_call", [True, False], ids=["before the plans are compared", "after"])
 def test_killed_peer(first_call: bool) -> None:
-    """Survivors must end at most 15 seconds after the group's timeout. Their error must name the dead rank. If the
-    plans have been compared, it must also name the site."""
+    """Survivors must end at most 15 seconds after the group's timeout. Their error must name the dead rank and, once
+    the plans have been compared, the site."""
     *survivors, dead = run_ranks(3, _peer_dies, first_call, expect_failure=True)
     assert dead == "rank 2 left no result"
     for kind, text, seconds in survivors:
@@ -234,8 +231,8 @@ def _recycled(rank: int, world_size: int) -> list[str]:
 
 
 def test_recycled_group_names() -> None:
-    """A compiled graph may outlive its group. A new group of the same name must not use counters, keys or buffers of
-    the old group."""
+    """A compiled graph may outlive its group. A new group of the same name must not use the old group's counters, keys
+    or buffers."""
     assert run_ranks(2, _recycled) == [[], []]
 
 
@@ -265,7 +262,7 @@ def _edges(rank: int, world_size: int) -> list[str]:
     }
     problems = []
     x, w = _inputs(rank)
-    # One graph holds all functions, because one compile is faster than four. Each function has a weight of its own.
+    # One graph holds all functions, because one compile is faster than four.
     weights = [w * (i + 1) for i in range(len(functions))]
     for kind, make in inputs.items():
         torch._dynamo.reset()
@@ -289,8 +286,8 @@ def _edges(rank: int, world_size: int) -> list[str]:
 
 
 def test_unusual_inputs() -> None:
-    """Catches a result with other strides than in eager PyTorch, and a wait for a piece without rows. Also catches lost
-    rows if the number of rows is not a multiple of the number of ranks."""
+    """Results must have the strides of eager PyTorch. No rank may wait for a piece without rows, and no row may be
+    lost."""
     for rank, found in enumerate(run_ranks(2, _edges, timeout=400)):
         assert found == [], f"rank {rank}: {found}"
 
@@ -306,7 +303,7 @@ def _alone(rank: int, world_size: int) -> tuple[bool, list[tuple[str, list[str]]
 
 
 def test_world_size_one() -> None:
-    """With one rank, there is no transfer to hide. The report must say so, and the result must be right."""
+    """With one rank, there is no transfer to hide. The report must say so."""
     assert run_ranks(1, _alone) == [(True, [("kept", ["world_size_one"])])]
 
 
@@ -326,8 +323,7 @@ def test_uninitialised_process_group() -> None:
 
 
 def test_a_plan_of_another_form_is_named_by_its_version() -> None:
-    """Another version of the package may write plans in another format. The comparison must name that version, and must
-    not fail because it cannot read the plan."""
+    """Another version may write plans in another format. The comparison must name that version."""
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.facts.exchange import difference
 

@@ -18,9 +18,8 @@ Span = tuple[float, float]
 
 
 def _trace(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """Returns ``{"gather ring": {event: [(start, end) in microseconds], "site": the site's id}, ...}``, with one entry
-    for each pattern and for each of the schedules ``ring`` and ``keep``. A send or receive lasts from its start to the
-    end of its wait."""
+    """``{"gather ring": {event: [(start, end) in microseconds], "site": the site's id}, ...}``, for each pattern with
+    schedules ``ring`` and ``keep``. A send or receive lasts from its start to the end of its wait."""
     import overlap_inductor
 
     group = dist.group.WORLD
@@ -55,8 +54,8 @@ def _under(matmul: Span, transfers: list[Span]) -> int:
 
 
 def test_transfers_are_in_flight_while_matmuls_run() -> None:
-    """Catches transfers and matmuls that run one after the other. The right order of the steps in the graph does not
-    rule that out. The test uses three ranks, and two sub-chunks for each shard."""
+    """The right order of the steps in the graph does not rule out that transfers and matmuls run one after the other.
+    The test uses three ranks, and two sub-chunks for each shard."""
     for trace in run_ranks(3, _trace):
         gather, scatter = trace["gather ring"], trace["scatter ring"]
         # The site's id must be the same in the report, in the graph and in the trace.
@@ -74,8 +73,8 @@ def test_transfers_are_in_flight_while_matmuls_run() -> None:
         for matmul in gather["aten::mm"][:-1]:
             assert _under(matmul, gather["gloo:recv"]) and _under(matmul, gather["gloo:send"]), trace
         assert not _under(gather["aten::mm"][-1], gather["gloo:recv"])
-        # Scatter: the rank computes 2 x 2 partial sums for the other ranks. Then it computes the partial sum of its own
-        # shard, in two parts or as a whole. Sends are in flight during every matmul but the first.
+        # Scatter: the rank computes 2 x 2 partial sums for other ranks. Then it computes the sum of its own shard, in
+        # two parts or as a whole. Sends are in flight during every matmul but the first.
         assert len(scatter["aten::mm"]) >= 5 and len(scatter["gloo:send"]) == 4
         for matmul in scatter["aten::mm"][1:]:
             assert _under(matmul, scatter["gloo:send"]), trace

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs ``bench.layers`` on two gloo ranks without a slow link. The model is a tiny Llama, in forward and in
-training."""
+"""Runs ``bench.layers`` on two gloo ranks without a slow link, with a tiny Llama, in forward and in training."""
 
 from __future__ import annotations
 
@@ -27,9 +26,11 @@ TINY = "--layers 1 --hidden 64 --ffn 128 --heads 4 --kv-heads 4 --vocabulary 64 
 
 
 def _worker(rank: int, world_size: int, settings: str, folder: str, compare_all: bool) -> str:
-    """What ``python -m bench.layers_worker`` prints on this rank. No C++ kernel is built: the test checks the times of
-    matmuls and transfers, which run in ATen and gloo. With ``compare_all``, the bench compares the results of every
-    variant. Only the variant without collectives is then compiled. The others are eager PyTorch."""
+    """What ``python -m bench.layers_worker`` prints on this rank.
+
+    No C++ kernel is built: matmuls and transfers run in ATen and gloo. With ``compare_all``, the bench compares the
+    results of every variant, and only the variant without collectives is compiled.
+    """
     compile_anew(kernels=False)
     if compare_all:
         made = layer_variants.variants
@@ -70,7 +71,7 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
     assert all(any(": ring" in site for site in row["sites"]) for row in ring)
     assert bool(ring) == any(name.startswith("ring") for name in only)
     assert all(row["error"] < 1e-5 for row in rows if row["variant"] != LOCAL)
-    # The bench takes the plain program's collectives from the row of another variant, which must overlap without the
+    # The bench takes the plain program's collectives from another variant, which must overlap without the
     # sequence-parallel rewrite.
     uncounted = [LOCAL, PLAIN] if all("sequence_parallel on" in name for name in only) else [LOCAL]
     assert all(row["collectives"] for row in rows if row["variant"] not in uncounted)
@@ -82,10 +83,10 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
     assert traced and all(row["matmul"] > 0 for row in traced)
 
 
-# (Thorough only, because ``test_variants_are_compared_and_timed`` checks the errors of the other variants.)
+# Thorough only: ``test_variants_are_compared_and_timed`` checks the errors of the other variants.
 @pytest.mark.thorough
 def test_a_wrong_variant_ends_the_bench(tmp_path: Path) -> None:
-    """The results of the variant without collectives are wrong on purpose. The test marks this variant as
-    right. So the bench compares this variant's results, finds the error, and must end."""
+    """The variant without collectives is wrong on purpose. The test marks it as right, so the bench must find the error
+    and end."""
     for text in run(tmp_path, ["--phases", "forward", "--variants", LOCAL], compare_all=True):
         assert "Wrong: forward no collectives: error" in text

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank alone recompiles its graph, and the new graph exchanges other data. The ranks compare their plans on the
-call page of their group, as they do for graphs on GPUs. (The call page is memory that the ranks of one machine share.)
-The graphs here are on CPUs. Their usual comparison, through the store at every call, is switched off."""
+"""One rank alone recompiles its graph, and the new graph exchanges other data.
+
+The ranks compare their plans as for graphs on GPUs: on the call page of their group. The page is memory that ranks of
+one machine share. The usual comparison of graphs on CPUs, through the store at every call, is switched off.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ def _groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, folder: str) -> dict[str, Any]:
-    """Each rank makes eight calls. The fourth and fifth call of the last rank run another graph, which this rank alone
-    compiles. All other calls run the same graph."""
+    """Each rank makes eight calls of one graph. Only the fourth and fifth call of the last rank run another graph,
+    which this rank alone compiles."""
     compile_anew(kernels=False)
     _compare_as_on_gpus()
     if folder:
@@ -110,8 +112,8 @@ def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, fol
     ids=["other pieces", "trained", "no site", "trained, one site less", "mesh", "mesh, no site"],
 )
 def test_all_ranks_run_the_plain_program(world_size: int, change: dict[str, Any], trains: bool, words: str) -> None:
-    """The rank that recompiles must not wait until its deadline and then raise an error. A rank whose new graph has no
-    site must compare plans, too. Otherwise its peers would wait until the group's timeout."""
+    """The rank that recompiles must not wait until its deadline and raise an error. A new graph without a site must
+    compare plans, too. Otherwise peers would wait until the group's timeout."""
     results = run_ranks(world_size, _alone, change, trains, "")
     assert all(r["problems"] == [] and all(r["pages"]) and r["agreed"] == 0 for r in results), results
     warnings = [w for r in results for w in r["warnings"]]
@@ -129,8 +131,8 @@ def test_a_recompile_to_the_same_exchange_gives_no_warning() -> None:
 
 
 def test_ranks_without_memory_in_common_run_without_a_call_page(tmp_path: Path) -> None:
-    """Here the ranks share no memory, as on several machines. The results must be right without a call page and without
-    a warning, and no file may be left."""
+    """The ranks share no memory, as on several machines. Results must be right without a call page and without a
+    warning. No file may be left."""
     for result in run_ranks(2, _alone, UNROLLED, False, str(tmp_path)):
         assert result["problems"] == [] and result["warnings"] == [] and not any(result["pages"]), result
     assert [list(own.iterdir()) for own in tmp_path.iterdir()] == [[], []]
@@ -141,8 +143,7 @@ def _plan(steps: str, overlaps: bool) -> ExchangePlan:
 
 
 def _ahead(rank: int, world_size: int, calls: int) -> dict[str, Any]:
-    """Rank 1 makes ``calls`` calls without overlap before rank 0 compares the first of these calls. No data moves in
-    this test."""
+    """Rank 1 makes ``calls`` calls without overlap before rank 0 compares the first of them. No data moves."""
     group = dist.group.WORLD
     same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
     kept = agreement.Comparison(_plan("g0: all_reduce float32 [4] kept", False), [group], False)
@@ -194,15 +195,15 @@ def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_kept_plan_that_ran_before_needs_no_answer(tmp_path: Path) -> None:
-    """The recompiled graph exchanges the same data as the graph that it replaces, so its plan is not new. Catches a
-    rank that nevertheless waits for another rank's answer, which never comes, and then raises an error."""
+    """The recompiled graph exchanges the data of the old graph, so its plan is not new. The rank must not wait for an
+    answer, which never comes."""
     for result in run_ranks(2, _compiled_again, str(tmp_path)):
         assert result["wrong"] == result["warnings"] == [] and result["page"] is None and result["seconds"] < 8, result
 
 
 def _late(rank: int, world_size: int) -> bool:
-    """Rank 0 is late by more than ``ABSENT`` seconds, and has not announced to rank 1 that it compiles with overlap on.
-    Rank 1 must wait nevertheless, because the ranks have agreed upon a plan."""
+    """Rank 0 is late by more than ``ABSENT`` seconds, and has not announced that it compiles with overlap on. Rank 1
+    must still wait, because the ranks have agreed upon a plan."""
     call_board.ABSENT = 0.5
     plan = _plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True)
     same = agreement.Comparison(plan, [dist.group.WORLD], False)
@@ -232,8 +233,7 @@ def _disabled(rank: int, world_size: int) -> bool:
     blind = [True]
 
     class Looks:
-        """A store that pauses its rank. When the rank asks whether overlap is disabled, the store answers only after
-        overlap has been disabled."""
+        """A store that answers whether overlap is disabled only after overlap has been disabled."""
 
         def check(self, keys: list[str]) -> bool:
             store.wait(keys)
@@ -251,13 +251,13 @@ def _disabled(rank: int, world_size: int) -> bool:
 
 
 def test_a_slow_rank_overlaps_a_call_after_which_another_rank_disabled_overlap() -> None:
-    """Catches a slow rank that runs the plain program although the other rank runs the overlapped program."""
+    """The slow rank must not run the plain program while the other rank runs the overlapped program."""
     assert run_ranks(2, _disabled) == [True, True]
 
 
 def _differs_for_long(rank: int, world_size: int) -> list[int]:
-    """The plans have two groups. In many calls, rank 1's plan differs from rank 0's plan. Returns the number of keys in
-    the store after every ``KEPT_CALLS`` calls."""
+    """The plans have two groups. In many calls, rank 1's plan differs. Returns the number of keys in the store after
+    every ``KEPT_CALLS`` calls."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     names = (tuple(g.group_name for g in groups),)
     steps = "g0: all_reduce float32 [4] in matmul_all_reduce by ring", "g1: all_reduce float32 kept"
@@ -275,16 +275,15 @@ def _differs_for_long(rank: int, world_size: int) -> list[int]:
 
 
 def test_reasons_of_old_verdicts_do_not_stay_in_the_store() -> None:
-    """A verdict says whether the ranks overlap a call. The reason of a verdict does not fit on the page, so the reason
-    is in the store. Reasons of old calls must be deleted."""
+    """A verdict says whether the ranks overlap a call. Its reason does not fit on the page, so it is in the store.
+    Reasons of old calls must be deleted."""
     for _, first, second in run_ranks(2, _differs_for_long, timeout=120):
         assert second - first < call_store.KEPT_CALLS, (first, second)
 
 
 def _inside_a_plan_of_two_groups(rank: int, world_size: int, overlaps: bool) -> list[Any]:
     """Rank 0 runs a graph of two groups, of which only the first has a page. Rank 1 runs another graph, of the first
-    group alone. (With several machines, a group within one machine has a page, and a group across machines has
-    none.)"""
+    group alone. (With several machines, a group across machines has no page.)"""
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     names = [g.group_name for g in groups]
     step, kept = "g0: all_reduce float32 [4] in matmul_all_reduce by ring", "g0: all_reduce float32 kept"
@@ -305,8 +304,8 @@ def _inside_a_plan_of_two_groups(rank: int, world_size: int, overlaps: bool) -> 
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_a_rank_with_which_others_do_not_compare_raises_at_once(overlaps: bool) -> None:
-    """One group of rank 0's plan has no page, so the plan is compared at its first run only. Rank 0 then does not see
-    that rank 1 runs another plan. Rank 1 must raise an error, and must not run its plain program."""
+    """One group of rank 0's plan has no page, so the plan is compared at its first run only. Rank 0 does not see rank
+    1's other plan. So rank 1 must raise an error, and must not run its plain program."""
     others, alone = run_ranks(2, _inside_a_plan_of_two_groups, overlaps, timeout=60)
     assert others == [True] * 3 and alone[:2] == [True] * 2
     assert "rank 0: " in alone[2] and "compared at its first run only" in alone[2], alone
@@ -331,6 +330,6 @@ def _reason_comes_late(rank: int, world_size: int) -> str | None:
 
 
 def test_a_rank_waits_for_a_reason_that_comes_after_its_verdict() -> None:
-    """The store does not acknowledge writes, so a verdict may be on the page before its reason is in the store. Catches
-    a rank that does not wait for the reason and takes the writer of the verdict for dead."""
+    """The store does not acknowledge writes, so a verdict may be on the page before its reason is in the store. The
+    rank must wait for the reason, and must not take the writer for dead."""
     assert run_ranks(2, _reason_comes_late) == ["0they differ", None]

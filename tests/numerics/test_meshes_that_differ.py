@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of a 2-D mesh run the plain program if one rank has another plan, or if one row of the mesh cannot run its
+"""All ranks of a 2-D mesh run the plain program in two cases: one rank has another plan, or one row cannot run its
 plan."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMEOUT = 60
 
 
 def _mesh(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run a block on a 2-D mesh. A difference in one row must reach the ranks of the other row through the columns."""
+    """Run a block on a 2-D mesh. A difference in one row must reach the other row through the columns."""
     compile_anew(kernels=False)
     function = block_on_a_mesh()
     heard, inputs = Heard(), inputs_of(rank)
@@ -44,8 +44,8 @@ def test_a_difference_reaches_all_ranks_of_a_mesh(differs: bool) -> None:
 
 
 def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
-    """On a 2 x 2 mesh, the ranks of one row have no memory for their workspace. (Rings need no workspace, so the test
-    simulates the failure.)"""
+    """On a 2 x 2 mesh, the ranks of one row have no memory for their workspace. Rings need none, so the failure is
+    simulated."""
     from overlap_inductor.inductor import compared_call
 
     compile_anew(kernels=False)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On gloo ranks, schedule ``ring`` sends its messages with a transport from outside the package. The reports and the
-bench name that transport."""
+"""On gloo ranks, schedule ``ring`` sends its messages with a transport from outside the package. Reports and the bench
+name this transport."""
 
 from __future__ import annotations
 

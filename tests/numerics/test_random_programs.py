@@ -20,10 +20,8 @@ from tests.support.program_checks import check
 from tests.support.random_programs import Program
 
 COUNT = 4
-"""The number of programs in each case. Most trained programs have no site. So the trained cases begin at seed 31: of
-the 12 trained programs from there on, 9 have a site. After a change to the finder or to a rewrite, run thousands of
-programs with ``python -m tests.numerics.test_random_programs``.
-"""
+"""The number of programs in each case. Most trained programs have no site, so the trained cases begin at seed 31: of 12
+programs, 9 have a site. After a change to the finder or to a rewrite, run thousands of programs."""
 
 HOPS = {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}
 
@@ -34,7 +32,7 @@ HOPS = {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "su
         *(pytest.param(first, 2, {}, False, marks=pytest.mark.thorough) for first in (0, COUNT)),
         (31, 2, {"step_node_budget": 1}, True),
         pytest.param(31 + COUNT, 2, {"step_node_budget": 1}, True, marks=pytest.mark.thorough),
-        # (Thorough only, because ``test_random_shapes`` draws these switches on three ranks, too.)
+        # Thorough only: ``test_random_shapes`` draws these switches on three ranks, too.
         pytest.param(24, 3, HOPS, False, marks=pytest.mark.thorough),
         pytest.param(24 + COUNT, 3, HOPS, False, marks=pytest.mark.thorough),
     ],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs layers with random shapes, dtypes and switches on gloo ranks. Compares outputs and gradients with fp64."""
+"""Layers with random shapes, dtypes and switches on gloo ranks: outputs and gradients against fp64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.interpreted import interpreted
 
 
 class ReduceForward(torch.autograd.Function):
-    """``forward`` sums over the ranks. ``backward`` returns the gradient unchanged (plain tensor parallelism)."""
+    """``forward`` sums over the ranks, as in plain tensor parallelism."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

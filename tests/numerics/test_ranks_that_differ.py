@@ -33,7 +33,7 @@ TIMEOUT = 60
 
 
 def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run ``_once``, but compare plans as graphs on GPUs do, and not through the store at every call."""
+    """Run ``_once``, but compare plans as graphs on GPUs do, not through the store at every call."""
     compare_as_on_gpus()
     return _once(rank, world_size, fields)
 
@@ -42,7 +42,7 @@ def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> 
     "fields",
     [
         [{}, {}, {"sub_chunks": 2}],
-        # (Thorough only, because ``test_lone_recompiles`` has such cases, too.)
+        # Thorough only: ``test_lone_recompiles`` has such cases, too.
         pytest.param([{}, {"patterns": ("all_gather_matmul",)}], marks=pytest.mark.thorough),
         pytest.param([{}, {}], marks=pytest.mark.thorough),
     ],
@@ -59,7 +59,7 @@ def test_plans_that_are_compared_as_on_gpus(fields: list[dict[str, Any]]) -> Non
 
 
 def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str | None = None) -> dict[str, Any]:
-    """Compile one graph with this rank's own switches and call it twice. Returns the error, or the problems, warnings,
+    """Compile one graph with this rank's own switches and call it twice. Returns the error, or problems, warnings,
     counters and notices."""
     if caches is None:
         compile_anew(kernels=False)
@@ -74,7 +74,7 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
             problems += wrong(compiled(*inputs), block, inputs)
     except Exception as error:  # noqa: BLE001  (the outcome is what is tested)
         seconds = time.monotonic() - begun
-        # Rank 0's process holds the store, and the other ranks still read it.
+        # Rank 0's process holds the store, which the other ranks still read.
         time.sleep(5 if rank == 0 else 0)
         return {"error": type(error).__name__, "text": str(error), "seconds": seconds}
     counters = torch._dynamo.utils.counters
@@ -104,7 +104,7 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
     ids=["sub-chunks", "direction", "no site there", "report mode there"],
 )
 def test_all_ranks_run_the_plain_program(fields: list[dict[str, Any]], words: str) -> None:
-    """Catches ranks that send each other pieces of different sizes, which leads to a hang or to wrong numbers."""
+    """Otherwise ranks would send each other pieces of different sizes, and hang or get wrong numbers."""
     results = run_ranks(len(fields), _once, fields)
     warnings = [w for r in results for w in r.get("warnings", [str(r)])]
     assert all(r.get("problems") == [] for r in results), results
@@ -129,8 +129,8 @@ def test_strict_raises_on_every_rank_that_overlaps() -> None:
 
 
 def test_different_node_budgets_exchange_the_same() -> None:
-    """One rank may run unrolled steps while another runs looping ops. Ranks compare only the data that they exchange,
-    and not the way in which they multiply."""
+    """One rank may run unrolled steps while another runs looping ops. Ranks compare only the data that they
+    exchange."""
     for result in run_ranks(2, _once, [UNROLLED, {}]):
         assert result["problems"] == [] and result["warnings"] == [] and result["counts"]["sites_overlapped"] == 2, (
             result
@@ -139,7 +139,7 @@ def test_different_node_budgets_exchange_the_same() -> None:
 
 def _cut_otherwise(rank: int, world_size: int) -> list[str]:
     """Run sites that the two ranks divide into different pieces. In the first three functions, only rank 1 runs looping
-    ops. In the last function, only rank 1 views the gathered tensor in another shape."""
+    ops. In the last one, only rank 1 views the gathered tensor in another shape."""
     compile_anew(kernels=False)
     group, problems = dist.group.WORLD, []
     functions: list[tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = [
@@ -165,8 +165,7 @@ def _cut_otherwise(rank: int, world_size: int) -> list[str]:
 
 
 def test_pieces_that_ranks_cut_differently_are_not_exchanged() -> None:
-    """Plans with different pieces must not count as equal. Otherwise results would be wrong without an error, or gloo
-    would abort."""
+    """Plans with different pieces must not count as equal. Otherwise results would be wrong, or gloo would abort."""
     assert run_ranks(2, _cut_otherwise) == [[], []]
 
 
@@ -182,7 +181,7 @@ def test_warm_cache_on_one_rank(tmp_path: Path) -> None:
 
 
 def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
-    """Overlap is off on rank 1. With ``told``, rank 1's mode is ``off``. With ``silent``, rank 1 compiles with plain
+    """Overlap is off on rank 1: with ``told``, its mode is ``off``; with ``silent``, it compiles with plain
     Inductor."""
     from overlap_inductor.runtime import call_board
 
@@ -205,8 +204,8 @@ def _one_is_off(rank: int, world_size: int, how: str) -> dict[str, Any]:
     ],
 )
 def test_switched_off_on_one_rank(how: str, words: str) -> None:
-    """Rank 1 runs the plain program, so rank 0 must run it, too. If rank 1 publishes its mode, rank 0 reads the mode at
-    once. If rank 1 publishes nothing, rank 0 waits for ``ABSENT`` seconds."""
+    """Rank 1 runs the plain program, so rank 0 must run it, too. If rank 1 publishes its mode, rank 0 reads it at once.
+    Otherwise rank 0 waits for ``ABSENT`` seconds."""
     on, off = run_ranks(2, _one_is_off, how, warm=how != "silent")
     assert on["problems"] == off["problems"] == [] and on["seconds"] < TIMEOUT, (on, off)
     assert off["warnings"] == [] and len(on["warnings"]) == 1 and words in on["warnings"][0], on
@@ -221,8 +220,8 @@ def _other_version(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_another_version_is_an_error_at_once() -> None:
-    """With the same switches, two versions may divide a site into different pieces, or compare other parts of a plan.
-    So ranks with different versions must not overlap, even if their plans look equal."""
+    """Two versions may divide a site into different pieces. So they must not overlap, even if their plans look
+    equal."""
     for result in run_ranks(2, _other_version, expect_failure=True):
         assert (
             result["error"] == "AgreementError"
@@ -251,8 +250,7 @@ def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[st
 
 
 def test_a_rank_that_recompiles_alone_to_another_exchange() -> None:
-    """The ranks compare plans at every call. So both ranks run the plain program for as long as rank 1's plan
-    differs."""
+    """The ranks compare plans at every call. So both ranks run the plain program while rank 1's plan differs."""
     results = run_ranks(2, _again, [{}, {"sub_chunks": 2}])
     assert all(r["problems"] == [] for r in results), results
     assert (
@@ -286,13 +284,13 @@ def _trained(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[s
 
 
 def test_training_where_ranks_differ() -> None:
-    """A forward without overlap saves for backward what the overlapped forward would have saved."""
+    """A forward without overlap must save for backward what the overlapped forward would have saved."""
     for result in run_ranks(2, _trained, [{}, {"sub_chunks": 2}]):
         assert result["problems"] == [] and result["counts"]["reason.ranks_differ"] >= 3, result
 
 
 def _late(rank: int, world_size: int) -> dict[str, Any]:
-    """On a mesh, rank 3 uses a new plan one call earlier than the other ranks."""
+    """On a mesh, rank 3 uses a new plan one call too early."""
     compile_anew(kernels=False)
     function = block_on_a_mesh()
     heard, inputs, problems = Heard(), inputs_of(rank), []
@@ -309,14 +307,14 @@ def _late(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_plan_that_one_rank_of_a_mesh_uses_too_early() -> None:
-    """Some ranks compare the early plan and refuse it. A rank that has not compared the early plan must not wait
-    for these ranks."""
+    """Some ranks compare the early plan and refuse it. A rank that has not compared it must not wait for these
+    ranks."""
     results = run_ranks(4, _late)
     assert all(r["problems"] == [] for r in results), results
 
 
 def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, Any]:
-    """Rank 1's graph is broken between its two collectives. Rank 0's graph is not."""
+    """Only rank 1's graph is broken between its two collectives."""
     compile_anew(kernels=False)
     heard, inputs = Heard(), inputs_of(rank)
 
@@ -339,8 +337,8 @@ def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, A
     ids=["both halves", "the second half"],
 )
 def test_a_graph_that_breaks_on_one_rank_only(patterns: tuple[str, ...]) -> None:
-    """The calls of one rank no longer correspond to the calls of the other. The group must go on without overlap, and
-    no rank may wait for a plan that never comes."""
+    """The ranks' calls no longer correspond. The group must go on without overlap, and no rank may wait for a plan that
+    never comes."""
     results = run_ranks(2, _split, patterns)
     assert all(r["problems"] == [] and r["seconds"] < TIMEOUT for r in results), results
     assert sum(len(r["warnings"]) for r in results) == 1 and "transfers here" in results[0]["warnings"][0], results
@@ -372,8 +370,8 @@ def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dic
 
 @pytest.mark.parametrize("as_on_gpus", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_kept_graphs_that_break_on_one_rank_only(as_on_gpus: bool) -> None:
-    """Rank 0 counts one call more than rank 1. Rank 0 must not wait for a call that rank 1 never makes, while rank 1
-    waits in the collective of the previous call. No graph with overlap differs, so overlap must go on."""
+    """Rank 0 counts one call more than rank 1. Rank 0 must not wait for a call that rank 1 never makes. No graph with
+    overlap differs, so overlap must go on."""
     results = run_ranks(2, _kept_graphs_are_broken, as_on_gpus, timeout=120)
     assert all(r["problems"] == [] and r["warnings"] == [] for r in results), results
     assert all("reason.ranks_differ" not in r["counts"] and r["counts"]["sites_overlapped"] == 1 for r in results)
@@ -381,7 +379,7 @@ def test_kept_graphs_that_break_on_one_rank_only(as_on_gpus: bool) -> None:
 
 def _graphs_hold_parts_of_others(rank: int, world_size: int) -> dict[str, Any]:
     """Both ranks issue a kept collective and two overlapped ones. The graph is broken behind the first collective on
-    rank 0, and behind the second one on rank 1. No data moves in this test."""
+    rank 0, and behind the second on rank 1. No data moves."""
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.runtime import agreement
 
@@ -404,8 +402,8 @@ def test_a_graph_that_holds_a_part_of_another() -> None:
 
 
 def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
-    """The function has one all-reduce over all ranks, then one in a smaller group: the group of rank 0 alone, or the
-    group of the two other ranks."""
+    """The function has an all-reduce over all ranks, then one in a smaller group: rank 0 alone, or the two other
+    ranks."""
     compile_anew(kernels=False)
     first, others = dist.new_group([0]), dist.new_group([1, 2])
     own, inputs, heard = others if rank else first, inputs_of(rank)[1:], Heard()
@@ -420,14 +418,14 @@ def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_group_of_one_rank_where_others_have_more() -> None:
-    """The plans of the ranks are equal, but rank 0 shares fewer groups with other ranks. Ranks agree in rounds, and the
-    number of rounds depends on these groups. Catches a rank that waits for a round in which the others take no part."""
+    """Ranks agree in rounds, whose number depends on the groups that a rank shares. The plans are equal, but rank 0
+    shares fewer groups. No rank may wait for a round in which others take no part."""
     results = run_ranks(3, _alone_in_a_group, timeout=120)
     assert all(r["problems"] == [] for r in results) and sum(len(r["warnings"]) for r in results) == 1, results
 
 
 def _dry(rank: int, world_size: int) -> tuple[tuple[int, ...], int]:
-    """Returns the shape of the block's result and the number of overlapped sites."""
+    """The shape of the block's result and the number of overlapped sites."""
     from tests.support.fake_group import fake_group
 
     compile_anew(kernels=False)

@@ -39,7 +39,7 @@ more blocks in the same way.)"""
 
 
 class _Problem:
-    """A rank's queries, keys and values, and its output in fp64. All ranks draw the same whole tensors. Each rank keeps
+    """A rank's queries, keys and values, and its output in fp64. All ranks draw the same whole tensors, and each keeps
     its own tokens."""
 
     def __init__(self, rank: int, ranks: int, causal: bool, balanced: bool, dtype: torch.dtype) -> None:
@@ -57,7 +57,7 @@ class _Problem:
 
 def _expected_sites(ranks: int, rank: int, layer: Any, method: str, causal: bool, balanced: bool) -> int:
     """The number of steps in which this rank attends to a block while the ranks pass their blocks on. In the last step,
-    the ranks pass nothing on. An all-gather is a single site."""
+    they pass nothing on. An all-gather is a single site."""
     if method == "allgather":
         return 1
     return min(ranks - 1, rank + 1) if causal and not balanced else ranks - 1
@@ -79,10 +79,10 @@ def _compared(rank: int, ranks: int, cases: tuple[Any, ...]) -> list[str]:
         found = [site.decision.status for report in reports for site in report.sites]
         if found != ["overlapped"] * _expected_sites(ranks, rank, layer, method, causal, balanced):
             problems.append(f"{text}: {found}, {[m.reason for r in reports for m in r.near_misses]}")
-        # The program itself attends to one block at a time and merges the results. So overlap adds nearly no error.
+        # The program itself attends to one block at a time and merges the results, so overlap adds nearly no error.
         if not error <= 1.01 * plain + 4 * torch.finfo(dtype).eps:
             problems.append(f"{text}: error {error}, without overlap {plain}")
-    # A causal rank never waits for a block that it skips. If it left now, its peers would lose their connection to it.
+    # A causal rank never waits for a block that it skips. If the rank left now, its peers would lose their connection.
     dist.barrier()
     return problems
 
@@ -97,12 +97,12 @@ def _compared(rank: int, ranks: int, cases: tuple[Any, ...]) -> list[str]:
     ids=["2 ranks", "3 ranks", "3 ranks, other cases"],
 )
 def test_rotated_attention(ranks: int, cases: tuple[Any, ...]) -> None:
-    """Catches an attention that reads a block before it has arrived, and a merge of wrong blocks."""
+    """No attention may read a block before it has arrived, or merge wrong blocks."""
     assert run_ranks(ranks, _compared, cases, timeout=500) == [[]] * ranks
 
 
 def _generated(rank: int, ranks: int, cases: tuple[Any, ...]) -> list[str]:
-    """The problems of this rank with generated code. In the unbalanced causal case, ranks have different graphs."""
+    """This rank's problems with generated code. In the unbalanced causal case, ranks have different graphs."""
     compile_anew()
     problems = []
     for layer, causal, balanced in cases:
@@ -131,5 +131,5 @@ def _generated(rank: int, ranks: int, cases: tuple[Any, ...]) -> list[str]:
     ids=["unbalanced", "balanced"],
 )
 def test_generated_code(cases: tuple[Any, ...]) -> None:
-    """Catches ranks that issue exchanges in different orders, and a buffer that Inductor reuses too early."""
+    """Ranks must issue exchanges in one order, and Inductor must not reuse a buffer too early."""
     assert run_ranks(3, _generated, cases, timeout=500) == [[]] * 3

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-wise ops are computed on pieces of the rows, and must give the same results as on all rows. After a gather, these
-ops are norms, scales and masks. Before a reduction, they are sums over experts and ``cat``. Some programs have batched
-matmuls."""
+"""Row-wise ops on pieces of the rows must give the results of these ops on all rows. After a gather, they are norms,
+scales and masks. Before a reduction, they are sums over experts and ``cat``. Some programs have batched matmuls."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ def check(rank: int, world_size: int, names: list[str]) -> list[str]:
     problems: list[str] = []
     for name in names:
         fn, _, _ = PROGRAMS[name]
-        # With ``ONE_OP``, the programs in ``LOOPING`` run as one looping op, and the sites of the programs in ``OWN``
-        # must be refused.
+        # With ``ONE_OP``, programs in ``LOOPING`` run as one looping op, and sites of programs in ``OWN`` are refused.
         for fields in (FIELDS[world_size], *([ONE_OP] if name in LOOPING | OWN else [])):
             problems += _wrong(
                 name, fn, arguments(name, world_size, torch.Generator().manual_seed(rank)), fields, name in TRAINED
@@ -106,7 +104,6 @@ SAMPLE = [
     ids=["2 ranks", "2 ranks, other programs", "3 ranks"],
 )
 def test_overlap_does_not_change_the_programs_results(world_size: int, names: list[str]) -> None:
-    """Catches an operand that is cut at wrong rows or that is cut although it must stay whole, and a term that is added
-    twice."""
+    """Operands must be cut at the right rows, or stay whole. No term may be added twice."""
     for rank, problems in enumerate(run_ranks(world_size, check, names, timeout=400)):
         assert not problems, f"rank {rank}: " + "\n".join(problems)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If a norm's weight differs between the ranks, a graph that divides the tokens would give other results than the
-graph as written. So all ranks run the plain program, or raise an error if there is none. The weight is
-an argument of the call, or a module's parameter."""
+"""If a norm's weight differs between ranks, a graph that divides the tokens would give other results. So all ranks run
+the plain program. If there is none, they raise an error. The weight is an argument or a module's parameter."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def _calls(rank: int, world_size: int, schedule: str, differ: bool) -> dict[str,
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_all_ranks_run_the_plain_program(schedule: str) -> None:
     """With ``auto``, no site of this small graph is overlapped. But the sequence-parallel rewrite has changed the
-    graph. Because the weights differ, the rewritten graph would give other results, so it must not run."""
+    graph, so it must not run with different weights."""
     for result in run_ranks(2, _calls, schedule, True):
         assert result["worst"] < 1e-4 and result["status"] == ["rewritten"], result
         assert bool(result["overlapped"]) == (schedule == "ring")
@@ -90,8 +89,8 @@ def _by_a_size(rank: int, world_size: int) -> float:
 
 
 def test_a_tensor_made_of_a_size_that_ranks_do_not_exchange_may_differ() -> None:
-    """Each rank scales the norm's weight by a size of its own. The compared plans do not hold this size. So the rewrite
-    must not assume that the scaled weight is the same on all ranks."""
+    """Each rank scales the norm's weight by its own size, which the compared plans do not hold. So the rewrite must not
+    assume that the scaled weight is equal on all ranks."""
     errors = run_ranks(2, _by_a_size)
     assert max(errors) < 1e-3, errors
 
@@ -113,14 +112,14 @@ def _train(rank: int, world_size: int) -> str:
 
 
 def test_a_training_graph_has_no_plain_program() -> None:
-    """The rewrite changes what the forward saves for the backward, so there is no plain program to run instead.
-    All ranks raise, and the error names the switch."""
+    """The rewrite changes what the forward saves for the backward, so there is no plain program. All ranks raise, and
+    the error names the switch."""
     texts = run_ranks(2, _train)
     assert all("OVERLAP_INDUCTOR_SEQUENCE_PARALLEL=off" in text for text in texts), texts
 
 
 class Layer(torch.nn.Module):
-    """A module like ``_layer``, whose weights are parameters."""
+    """``_layer`` as a module, with its weights as parameters."""
 
     def __init__(self, rank: int, number: int, differs: bool, grad: bool = False) -> None:
         super().__init__()
@@ -136,7 +135,7 @@ class Layer(torch.nn.Module):
 
 
 def _tensors(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rank's features and a residual that is the same on all ranks."""
+    """A rank's features, and a residual that is equal on all ranks."""
     own, same = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(100)
     return torch.randn(8, 8, generator=own), torch.randn(8, H, generator=same)
 
@@ -189,8 +188,8 @@ def _two_groups(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_each_layer_is_compared_if_its_graph_has_several_groups() -> None:
-    """The plan is compared in both groups, but a parameter may be the same on all ranks of one group only. So the plan
-    does not hold the parameters' digests. The ranks must compare the digests separately, once for each layer."""
+    """A parameter may be equal on all ranks of one group only. So the plan, which is compared in both groups, does not
+    hold the digests. The ranks must compare the digests separately, once for each layer."""
     results = run_ranks(2, _two_groups)
     assert all(result["off"] < 1e-4 for result in results), results
     assert "are not those of the first rank" in results[0]["texts"][0], results
@@ -246,8 +245,8 @@ def _train_and_recompile(rank: int, world_size: int, lone: int) -> dict[str, Any
     ids=["one rank compiles again", "all ranks compile again"],
 )
 def test_weights_are_hashed_once(lone: int) -> None:
-    """A weight is hashed for the first graph only. A graph that is compiled after training steps takes the old digest.
-    So if a rank compiles again alone, its plan still equals the plans of the others."""
+    """A weight is hashed for the first graph only. A later graph takes the old digest. So if a rank compiles again
+    alone, its plan still equals the others' plans."""
     for rank, result in enumerate(run_ranks(2, _train_and_recompile, lone)):
         assert result["off"] < 1e-5 and result["texts"] == [], result
         assert result["hashed"].count((H,)) == 1 and result["graphs"] == (4 if rank < lone else 2), result
@@ -269,8 +268,8 @@ def _texts(rank: int, world_size: int) -> list[str]:
 
 
 def test_all_ranks_get_one_text() -> None:
-    """If an input differs on any rank, all ranks of the group get the same text. A comparison must not read what an
-    earlier comparison wrote to the group's store."""
+    """If an input differs on any rank, all ranks get one text. A comparison must not read what an earlier one wrote to
+    the store."""
     first, second, third = run_ranks(3, _texts)
     assert first == second[:4] == third[:4]
     same, one, again, many = first

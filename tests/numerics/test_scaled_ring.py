@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs fp8 sites (``_scaled_mm``) with schedule ``ring`` on gloo ranks. Compares the results with fp64 matmuls of the
-dequantised operands."""
+"""fp8 sites (``_scaled_mm``) with schedule ``ring`` on gloo ranks, compared with fp64 matmuls of the dequantised
+operands."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Case = tuple[Callable[..., Any], list[Input], int]
 
 
 def _cases(world_size: int) -> dict[str, Case]:
-    """``{name: (function, inputs, number of sites that must be overlapped)}``. Holds the cases of ``scaled_sites``, and
-    cases whose site has several matmuls, each with its own scales."""
+    """``{name: (function, inputs, number of sites that must be overlapped)}``: the cases of ``scaled_sites``, and sites
+    of several matmuls, each with its own scales."""
     g, w, s = dist.group.WORLD, world_size, 24
     one, columns = ("scale", ()), ("scale", (1, 48))
     several: dict[str, Case] = {
@@ -76,7 +76,7 @@ def _cases(world_size: int) -> dict[str, Case]:
 
 
 def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool) -> list[str]:
-    """Run the cases in ``names``, or all of them. Returns the problems found on this rank.
+    """Run the cases in ``names``, or all of them. Returns the problems on this rank.
 
     ``generated``: run Inductor's code. Otherwise the rewritten graph is interpreted.
     """
@@ -99,7 +99,7 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
                 )(*tensors)
             )
         for e, f in zip(exact, found, strict=True):
-            # Rounding to fp8 and bf16 causes smaller errors than this limit. A wrong scale causes larger errors.
+            # Rounding to fp8 and bf16 causes smaller errors. A wrong scale causes larger ones.
             if f.shape != e.shape or not (f.double() - e).abs().max() <= 2e-2 * e.abs().max():
                 problems.append(f"{name}: off by {(f.double() - e).abs().max():.3g} of {e.abs().max():.3g}")
         schedules = [p.schedule for r in reports for site in r.sites for p in site.decision.plan]
@@ -142,6 +142,6 @@ GENERATED = ["gather rows, two matmuls, row-wise", "scatter a sum of matmuls, on
 def test_cases_agree_with_fp64(
     world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool
 ) -> None:
-    """Catches row-wise scales that are not cut with the rows, and a matmul that uses the scale of another matmul."""
+    """Row-wise scales must be cut with the rows, and each matmul must use its own scale."""
     for rank, problems in enumerate(run_ranks(world_size, _check, fields, names, generated, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

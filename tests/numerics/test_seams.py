@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that a scatter and the gather behind it run in bands, and that the results agree with eager PyTorch in fp64."""
+"""A scatter and the gather behind it run in bands. The results must agree with eager PyTorch in fp64."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _run(rank: int, world_size: int, kernels: bool) -> tuple[float, list[bool]]:
     ],
 )
 def test_training_in_bands(world_size: int, kernels: bool) -> None:
-    """Catches rows of the wrong band, a band that is read before it has arrived, and a gather that begins only after
-    the scatter has ended."""
+    """Rows must be of the right band, and read after it has arrived. A gather must begin before the scatter has
+    ended."""
     for error, early in run_ranks(world_size, _run, kernels, timeout=300):
         assert error < LIMIT
         assert early and all(early), early

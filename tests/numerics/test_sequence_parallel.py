@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the sequence-parallel rewrite on tensor-parallel blocks that are compiled and trained as in users' programs.
-The rewrite must replace the blocks' all-reduces and must not change the blocks' results."""
+"""The sequence-parallel rewrite on tensor-parallel blocks, compiled and trained as in users' programs. It must replace
+their all-reduces and must not change their results."""
 
 from __future__ import annotations
 
@@ -44,25 +44,23 @@ RANDOM = {"refused: no_token_wise_work"}
 # ``{block: (all-reduces, rewritten all-reduces, overlapped sites, reasons why other all-reduces are left)}``.
 EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "[B, S, H], odd, accumulated gradients": (6, 6, 10, set()),
-    # Dropout needs all tokens, so the all-reduces of the forward are not rewritten. In the backward, token-wise work
-    # follows each all-reduce: the backward of a norm. So these all-reduces are rewritten.
+    # Dropout needs all tokens, so the forward's all-reduces are not rewritten. In the backward, the backward of a norm
+    # follows each all-reduce, so these all-reduces are rewritten.
     "dropout": (6, 3, 7, RANDOM),
     "autocast": (6, 6, 10, set()),
     "each layer compiled": (4, 4, 6, set()),
     "checkpointing, odd": (6, 6, 13, set()),
     # The forward saves the results of matmuls, which are partial sums. An overlapped scatter never holds its whole
-    # partial sum. So the forward's scatters cannot be overlapped.
+    # partial sum, so the forward's scatters cannot be overlapped.
     "selective checkpointing": (6, 6, 9, set()),
     "DTensor": (4, 4, 6, set()),
-    # One graph serves numbers of tokens that are multiples of the number of ranks. Another graph serves all other
-    # numbers.
+    # One graph serves multiples of the number of ranks, another graph all other numbers of tokens.
     "dynamic": (8, 4, 10, UNEVEN),
     "dynamic, even": (4, 4, 6, set()),
 }
 FAST = ("[B, S, H], odd, accumulated gradients",)
-"""The blocks that run in every test, besides ``dynamic, even``. All other blocks run in thorough tests only. The other
-blocks differ from these in the dtype, in the kind of checkpointing, in dropout, or in how many layers a graph holds.
-``tests/compile`` has golden graphs of some similar blocks."""
+"""The blocks that run in every test, besides ``dynamic, even``. All others are thorough only. ``tests/compile`` has
+golden graphs of similar blocks."""
 
 
 def _rows(
@@ -102,8 +100,8 @@ def _problems(rows: Mapping[str, dict[str, Any]], expected: Mapping[str, tuple[i
     ids=["2 ranks", "3 ranks", "2 ranks, more blocks"],
 )
 def test_blocks(world_size: int, names: tuple[str, ...]) -> None:
-    """Catches a gradient that is summed twice or not at all, rows of the wrong rank, and padding rows in a sum. Also
-    catches a gather that is no longer overlapped."""
+    """No gradient may be summed twice or not at all. Sums must not hold padding or rows of a wrong rank. Every gather
+    must be overlapped."""
     for rank, rows in enumerate(run_ranks(world_size, _rows, names, timeout=500)):
         problems = _problems(rows, EXPECTED)
         assert not problems, f"rank {rank}: {problems}"
@@ -138,7 +136,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def _on_a_mesh(plan: str, shards: bool = False) -> Computation:
-    """Trains a model with a parallel loss. Each row of the mesh has its own data. With ``shards``, FSDP2 shards the
+    """Train a model with a parallel loss. Each row of the mesh has its own data. With ``shards``, FSDP2 shards the
     parameters over the mesh dim ``dp``, and gathers them outside of the compiled graphs."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -153,8 +151,8 @@ def _on_a_mesh(plan: str, shards: bool = False) -> Computation:
             fully_shard(model, mesh=mesh["dp"])
         called = model if backend == "eager" else torch.compile(model, backend=backend)
         for step in range(3 if shards else 1):
-            # On rank 1, other tensors take the memory that FSDP2 frees between the steps. So FSDP2 puts this rank's
-            # parameters at other addresses. They must still count as the same parameters.
+            # On rank 1, other tensors take the memory that FSDP2 frees between the steps. So its parameters move to
+            # other addresses. They must still count as the same parameters.
             taken = [torch.empty(HIDDEN) for _ in range(50 * step * (dist.get_rank() == 1))]
             with loss_parallel():
                 loss = F.cross_entropy(called(ids).flatten(0, 1), labels.flatten(0, 1))
@@ -185,16 +183,16 @@ def _on_a_mesh(plan: str, shards: bool = False) -> Computation:
 def test_on_a_mesh_with_a_parallel_loss(
     world_size: int, plan: str, shards: bool, expected: tuple[int, int, int, set[str]]
 ) -> None:
-    """On 2 x 2 ranks, each pair of ranks divides the tokens of its own data. A model that is already written as
-    sequence-parallel has no all-reduce to rewrite."""
+    """On 2 x 2 ranks, each pair of ranks divides the tokens of its own data. A sequence-parallel model has no
+    all-reduce to rewrite."""
     for rank, rows in enumerate(run_ranks(world_size, _rows, {plan: partial(_on_a_mesh, plan, shards)}, timeout=500)):
         problems = _problems(rows, {plan: expected})
         assert not problems, f"rank {rank}: {problems}"
 
 
 def _other_weights(rank: int, world_size: int, trains: bool, schedule: str) -> tuple[float, list[str], int]:
-    """Returns ``(difference from eager, warnings, number of rewritten stretches)``. The weights of the second norm
-    differ between the ranks."""
+    """``(difference from eager, warnings, number of rewritten stretches)``. The second norm's weights differ between
+    the ranks."""
     compile_anew()
     heard, model, x = Heard(), reduced_blocks.Layers(2), reduced_blocks.input_of(TOKENS, HIDDEN)
     torch.nn.init.constant_(model.halves[1].norm.weight, 1.0 + rank)
@@ -205,13 +203,12 @@ def _other_weights(rank: int, world_size: int, trains: bool, schedule: str) -> t
     return with_and_without.off(found, exact), heard.texts, rewritten
 
 
-# (Thorough only, because ``test_same_inputs`` has the same differences in layers that compile faster.)
+# Thorough only: ``test_same_inputs`` has such differences in layers that compile faster.
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_ranks_with_other_norms_run_the_plain_program(schedule: str) -> None:
-    """As written, each rank scales all tokens by its own norm weights. After the rewrite, each rank would scale only
-    its own rows, which would change the results. So all ranks must run the plain program. ``auto`` overlaps no site of
-    these sizes, but the stretch is still rewritten."""
+    """As written, each rank scales all tokens by its own norm weights. After the rewrite, it would scale only its own
+    rows. So all ranks must run the plain program."""
     found = run_ranks(2, _other_weights, False, schedule, timeout=300)
     assert all(error < LIMIT and rewritten == 1 for error, _, rewritten in found), found
     texts = [text for _, heard, _ in found for text in heard]

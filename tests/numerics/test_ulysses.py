@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a Ulysses attention block, written as in diffusers, on gloo ranks. The tests check the block's sites, and
-compare its output and gradients with fp64."""
+"""A Ulysses attention block, written as in diffusers, on gloo ranks: its sites, and output and gradients against
+fp64."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ BACKWARD = [SENT, RECEIVED, RECEIVED, RECEIVED]
 def _run(
     rank: int, world_size: int, batch: int, trained: bool, plain: bool, options: dict[str, Any], generated: bool = True
 ) -> tuple[list[list[str]], dict[str, float], list[str]]:
-    """``(patterns of each graph's overlapped sites, {what: relative error against fp64}, problems)``. The patterns of a
-    graph also hold the status of sites that are not overlapped, and the reasons of near misses. C++ kernels are built
-    only for a ``plain`` attention. Without ``generated``, the rewritten graphs are interpreted."""
+    """``(patterns of each graph's overlapped sites, {what: relative error against fp64}, problems)``.
+
+    The patterns also hold the status of other sites, and reasons of near misses. C++ kernels are built only for a
+    ``plain`` attention. Without ``generated``, the rewritten graphs are interpreted.
+    """
     compile_anew(kernels=plain)
     torch.manual_seed(0)
     hidden, own = 8 * world_size, 6
@@ -52,7 +54,7 @@ def _run(
         (expected * weights).sum().backward()
         errors["input"] = _error(x.grad, y.grad[:, mine])
         for (name, parameter), other in zip(block.named_parameters(), exact.parameters(), strict=True):
-            # Each rank's gradient is a sum over that rank's tokens only.
+            # Each rank's gradient is a sum over its own tokens.
             dist.all_reduce(parameter.grad)
             errors[name] = _error(parameter.grad, other.grad)
     reports = all_reports() if generated else reports
@@ -86,31 +88,31 @@ def _check(world_size: int, *arguments: Any, patterns: list[list[str]]) -> None:
 @pytest.mark.parametrize(("world_size", "batch"), [(2, 2), (4, 1)])
 @pytest.mark.thorough
 def test_inference(world_size: int, batch: int) -> None:
-    """Catches a projection whose exchange is not hidden, and slices that are sent or multiplied in a wrong order."""
+    """Each projection's exchange must be hidden, and slices must keep their order."""
     _check(world_size, batch, False, False, {}, patterns=[FORWARD])
 
 
 @pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_training(generated: bool) -> None:
-    """Catches a gradient that is wrong or is exchanged outside of a site."""
+    """Gradients must be right, and exchanged inside sites."""
     _check(3 if generated else 2, 2, True, False, {"sub_chunks": 2}, generated, patterns=[FORWARD, BACKWARD])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("budget", [1, 100])
 def test_looping_ops(budget: int) -> None:
-    """Catches an op that computes something else than the unrolled steps. With a budget of 100 nodes, some sites are
-    unrolled, and some of their waits come after a looping op of the same group."""
+    """Looping ops must compute what unrolled steps compute. With 100 nodes, some sites are unrolled, and some of their
+    waits come after a looping op of the same group."""
     _check(2, 2, True, False, {"step_node_budget": budget}, patterns=[FORWARD, BACKWARD])
 
 
 def test_attention_of_plain_matmuls() -> None:
-    """Catches a site that takes a matmul of the attention in place of a projection."""
+    """A site must not take a matmul of the attention in place of a projection."""
     _check(2, 1, False, True, {"sub_chunks": 2}, patterns=[FORWARD])
 
 
 def _lengths(rank: int, world_size: int, options: dict[str, Any], generated: bool) -> tuple[int, dict[str, float]]:
-    """``(graphs compiled, {sequence length: relative error})`` of one dynamic graph for several sequence lengths."""
+    """``(graphs compiled, {sequence length: relative error})`` of one dynamic graph."""
     compile_anew(kernels=False)
     torch.manual_seed(0)
     block = UlyssesAttention(16, 4, dist.group.WORLD)
@@ -140,7 +142,7 @@ def _lengths(rank: int, world_size: int, options: dict[str, Any], generated: boo
     ids=["unrolled", "unrolled, generated code", "looping"],
 )
 def test_a_dynamic_sequence(options: dict[str, Any], generated: bool) -> None:
-    """Catches slices that keep the sizes of the first call."""
+    """Slices must not keep the sizes of the first call."""
     for graphs, errors in run_ranks(2, _lengths, options, generated, timeout=300):
         assert graphs == 1 and {what: error for what, error in errors.items() if error > 1e-5} == {}
 
@@ -148,7 +150,7 @@ def test_a_dynamic_sequence(options: dict[str, Any], generated: bool) -> None:
 def _normed(
     rank: int, world_size: int, batch: int, trained: bool, norm: str, rotary: str, generated: bool
 ) -> tuple[list[list[str]], dict[str, float], list[str]]:
-    """As ``_run``, for a block that norms and rotates q and k before it exchanges them."""
+    """``_run`` for a block that norms and rotates q and k before it exchanges them."""
     compile_anew(kernels=False)
     torch.manual_seed(0)
     hidden, own, group = 8 * world_size, 6, dist.group.WORLD
@@ -189,8 +191,8 @@ def _normed(
 def test_norms_and_rotary_embeddings(
     world_size: int, batch: int, trained: bool, norm: str, rotary: str, generated: bool
 ) -> None:
-    """The projections are computed in bands of tokens. Catches a band that is rotated by the places of another band, is
-    sent to a wrong place, or is missing in what the backward reads."""
+    """The projections are computed in bands of tokens. A band must be rotated by its own places, sent to the right
+    place, and saved for the backward."""
     arguments = (batch, trained, norm, rotary, generated)
     for patterns, errors, problems in run_ranks(world_size, _normed, *arguments, timeout=500):
         assert patterns[0] == FORWARD and problems == []

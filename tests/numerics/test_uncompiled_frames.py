@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some ranks reach Dynamo's recompile limit and run a frame uncompiled, while the other ranks compile the frame. The
-frame's collectives are then in graphs of the other ranks only."""
+"""Some ranks reach Dynamo's recompile limit and run a frame uncompiled. Its collectives are then in graphs of the other
+ranks only."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _kept(x: torch.Tensor, number: int) -> torch.Tensor:
 
 
 class _Steps:
-    """Runs steps with ``_block`` and collects what is wrong. Records for each call of ``_block`` whether it ran with
-    overlap: if so, the call issued more than one operation."""
+    """Runs steps with ``_block`` and collects what is wrong. Records for each call whether it ran with overlap: if so,
+    it issued more than one operation."""
 
     def __init__(self, rank: int) -> None:
         self.block = torch.compile(_block, dynamic=False)
@@ -107,7 +107,7 @@ def _limited(rank: int, world_size: int, limited: tuple[int, ...], as_on_gpus: b
 def test_a_frame_without_sites_runs_uncompiled_on_some_ranks(
     world_size: int, limited: tuple[int, ...], as_on_gpus: bool
 ) -> None:
-    """Catches ranks that compare different graphs, and then end overlap for the group or wait for each other."""
+    """Ranks that compare different graphs would end overlap for the group or wait for each other."""
     results = run_ranks(world_size, _limited, limited, as_on_gpus, timeout=200)
     for rank, result in enumerate(results):
         assert result["graphs"] == (2 if rank in limited else 1 + 2 * STEPS), result
@@ -121,9 +121,9 @@ def _numbered(x: torch.Tensor, w: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _site_uncompiled(rank: int, world_size: int, as_on_gpus: bool, known: bool) -> dict[str, Any]:
-    """Rank 0 compiles ``_numbered`` for the first number only, and runs it uncompiled for any other number. The other
-    ranks compile it with overlap for all numbers. With ``known``, the steps alternate between two numbers. Otherwise
-    each step has a new number."""
+    """Rank 0 compiles ``_numbered`` for the first number only, and runs it uncompiled for other numbers. The other
+    ranks compile it with overlap. With ``known``, steps alternate between two numbers. Otherwise each step has a new
+    number."""
     compile_anew(kernels=False)
     if as_on_gpus:
         _compare_as_on_gpus()
@@ -150,8 +150,8 @@ def _site_uncompiled(rank: int, world_size: int, as_on_gpus: bool, known: bool) 
     ids=["store", "page", "new plans", "three ranks, new plans"],
 )
 def test_a_site_runs_uncompiled_on_one_rank(world_size: int, as_on_gpus: bool, known: bool) -> None:
-    """Rank 0 runs uncompiled, so it publishes no plan, and waits for the other ranks in its collective. Catches other
-    ranks that wait for rank 0's plan until the timeout, and then end overlap for the group or raise an error."""
+    """Rank 0 publishes no plan, and waits for the other ranks in its collective. The other ranks must not wait for rank
+    0's plan until the timeout, end overlap for the group or raise an error."""
     results = run_ranks(world_size, _site_uncompiled, as_on_gpus, known, timeout=200)
     for result in results:
         assert result["problems"] == [] and result["apart"] == "" and result["seconds"] < 60, result
@@ -161,9 +161,8 @@ def test_a_site_runs_uncompiled_on_one_rank(world_size: int, as_on_gpus: bool, k
 
 
 def _noisy(rank: int, world_size: int, differs: bool) -> dict[str, Any]:
-    """Between calls, the ranks meet at a barrier in which rank 0 sends more messages than the others. So the backends
-    of the ranks count different numbers of operations. If ``differs``, rank 1 alone compiles another exchange for the
-    last steps."""
+    """Between calls, the ranks meet at a barrier in which rank 0 sends more messages. So the backends count different
+    numbers of operations. If ``differs``, rank 1 alone compiles another exchange for the last steps."""
     compile_anew(kernels=False)
     with ring(agreement_timeout=100):
         steps = _Steps(rank)
@@ -176,15 +175,15 @@ def _noisy(rank: int, world_size: int, differs: bool) -> dict[str, Any]:
             else:
                 steps.run_block()
             dist.monitored_barrier()
-            # Rank 0's backend has counted the most operations. Rank 0 then comes late to the next call, by more time
-            # than the other ranks take to report that they are inside a collective.
+            # Rank 0's backend has counted the most operations. It then comes late to the next call: the other ranks
+            # have already reported that they are inside a collective.
             time.sleep(0 if rank else 3 * call_report.INTERVAL)
     return {**steps.result, "issued": steps.count()}
 
 
 @pytest.mark.parametrize("differs", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_operations_that_gloo_counts_unevenly(differs: bool) -> None:
-    """From different counts, the ranks must not conclude that a rank did not make a call."""
+    """From different counts, ranks must not conclude that a rank did not make a call."""
     results = run_ranks(3, _noisy, differs, timeout=200)
     assert len({r["issued"] for r in results}) > 1, "the barrier no longer makes the counts differ"
     for result in results:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks may hold shards of different sizes, and only some ranks may have a bias. All ranks must run the same plan, and
-their results must agree with fp64."""
+"""Ranks may hold shards of different sizes, and only some ranks may have a bias. All ranks must run one plan, and
+results must agree with fp64."""
 
 from __future__ import annotations
 
@@ -57,15 +57,14 @@ GENERATED = [
 
 
 def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool) -> list[str]:
-    """Run the cases in ``names``, or all of them. Returns the problems found on this rank.
+    """Run the cases in ``names``, or all of them. Returns the problems on this rank.
 
     ``generated``: run Inductor's code. Otherwise the rewritten graph is interpreted.
     """
     problems = []
     compile_anew(kernels=False)
     named = cases(rank, world_size)
-    # With ``step_node_budget``, sites without a looping op are refused. Of the cases with such a site, only the first
-    # runs.
+    # With ``step_node_budget``, sites without a looping op are refused. Only the first case with such a site runs.
     refused = sorted(WITHOUT_LOOPING_OP)[1:] if "step_node_budget" in fields else []
     kept = WITHOUT_LOOPING_OP if "step_node_budget" in fields else ()
     for batch in batches(names or [n for n in named if n not in refused]):
@@ -112,7 +111,7 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
 def test_uneven_shards_are_overlapped(
     world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool
 ) -> None:
-    """Catches ranks that find different sites or divide them differently, rows that are taken from the wrong shard, and
-    padding that enters a sum."""
+    """Ranks must find equal sites and divide them alike. Rows must come from the right shard, and no padding may enter
+    a sum."""
     for rank, problems in enumerate(run_ranks(world_size, _check, fields, names, generated, timeout=400)):
         assert not problems, f"rank {rank}: " + "\n".join(problems)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs all-to-alls of uneven parts beside matmuls on gloo ranks, and compares the results with fp64. Parts have random
-sizes and may be empty. Their sizes are known at run time only, or are constants of each rank's own graph."""
+"""All-to-alls of uneven parts beside matmuls on gloo ranks, compared with fp64. Parts have random sizes and may be
+empty. Their sizes are known at run time only, or are constants of each rank's graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SENT, RECEIVED = "matmul_all_to_all", "all_to_all_matmul"
 
 
 def _inputs(rank: int, rows: int, k: int, n: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """The inputs of a layer in ``dtype``, and the same in fp64."""
+    """The inputs of a layer in ``dtype``, and the same inputs in fp64."""
     generator = torch.Generator().manual_seed(rank)
     shapes = [(rows, k), (k, n), (n, k), (n,)]
     inputs = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
@@ -88,8 +88,8 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
         if constant or min(sum(parts[r * world_size : (r + 1) * world_size]) for r in range(world_size)) < 2:
             return
         problems.extend(f"{what}: {text}" for r in reports for text in r.notices)
-        # An exchange that comes before a matmul in forward comes after a matmul in backward, and the reverse. So every
-        # layer has sites of both patterns.
+        # An exchange before a matmul in forward comes after a matmul in backward, and the reverse. So every layer has
+        # both patterns.
         sites = {s.facts.pattern for r in reports for s in r.sites if s.decision.status == "overlapped"}
         if sites != {SENT, RECEIVED}:
             problems.append(f"{what}: {sites} {[m.reason.text for r in reports for m in r.near_misses]}")
@@ -108,8 +108,8 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
     ],
 )
 def test_drawn_parts(world_size: int, examples: int) -> None:
-    """Catches rows that are sent to a wrong rank or place, and a rank that waits for an empty piece. Also catches plans
-    that do not agree although only the sizes of parts differ."""
+    """Rows must reach the right rank and place. No rank may wait for an empty piece. Plans must agree if only the sizes
+    of parts differ."""
     results = run_ranks(world_size, _draws, examples, timeout=500)
     assert {count for count, _ in results} == {examples}
     for rank, (_, problems) in enumerate(results):
@@ -129,8 +129,8 @@ def _constants(rank: int, world_size: int, parts: list[list[int]]) -> tuple[list
 
 @pytest.mark.parametrize("parts", [[[1, 4], [0, 2]], [[2, 2], [2, 3]]])
 def test_constant_parts(parts: list[list[int]]) -> None:
-    """Ranks agree although the constants in their graphs differ. If the parts of one rank happen to be equal, that
-    rank's plan differs, and all ranks run the graph as written."""
+    """Ranks agree although the constants in their graphs differ. If the parts of one rank happen to be equal, its plan
+    differs, and all ranks run the graph as written."""
     results = run_ranks(2, _constants, parts, timeout=300)
     assert [problems for problems, _, _ in results] == [[], []]
     assert [status for _, _, status in results] == [["overlapped"]] * 2
@@ -157,7 +157,7 @@ def _generated(rank: int, world_size: int) -> tuple[list[str], list[list[str]]]:
 
 
 def test_generated_code_serves_all_counts() -> None:
-    """Catches a size that Inductor cannot write into its code, and a recompile for other counts."""
+    """Inductor must be able to write all sizes into its code, and must not recompile for other counts."""
     for rank, (problems, patterns) in enumerate(run_ranks(2, _generated, timeout=400)):
         assert problems == [], f"rank {rank}"
         assert patterns == [[RECEIVED, SENT], [RECEIVED, SENT]]

@@ -17,8 +17,8 @@ from tests.support.graph_text import waste
 from tests.support.interpreted import interpreted
 
 # {checkpointing: {phase: (sites found, sites overlapped)}}. The forward graph of a block has two gathers and two
-# scatters, and so has the backward graph. With checkpointing, backward also repeats the collectives whose results were
-# not saved.
+# scatters, and so has the backward graph. With checkpointing, backward also repeats collectives whose results were not
+# saved.
 EXPECTED = {
     "none": {"forward": (4, 4), "backward": (4, 4)},
     "full": {"forward": (4, 4), "backward": (7, 7)},
@@ -32,24 +32,22 @@ TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
 
 def expected(by_hand: bool, checkpointing: str) -> dict[str, tuple[int, int]]:
     if TORCH == (2, 11) and by_hand and checkpointing == "full":
-        # The partitioner of torch 2.11 saves the results of autograd functions even if they are marked for
-        # recomputation.
+        # torch 2.11's partitioner saves the results of autograd functions even if they are marked for recomputation.
         return {"forward": (4, 4), "backward": (4, 4)}
     return EXPECTED[checkpointing]
 
 
 def variants(by_hand: bool, checkpointing: str, pairs: bool = False) -> list[Variant]:
-    """Variants of the block: the order of batch and sequence, the batch size, and whether there are biases. Without
-    ``pairs``, the hand-written block and the DTensor block have one variant each. With ``pairs``, there are four
-    variants. They contain each pair of values of any two of these three settings."""
+    """Variants of the block: order of batch and sequence, batch size, biases. Without ``pairs``, there is one variant.
+    With ``pairs``, four variants contain each pair of values of any two settings."""
     layouts = [(0, 1, False), (0, 2, True), (1, 1, True), (1, 2, False)]
     if not pairs:
         layouts = [(0, 1, False) if by_hand else (1, 2, True)]
     return [Variant(*rest, checkpointing, by_hand) for rest in layouts]
 
 
-# The variants that run in generated code. Together they cover both orders of batch and sequence, with batch 2. The
-# variant of the hand-written block recomputes in backward.
+# The variants that run in generated code. They cover both orders of batch and sequence, with batch 2. The hand-written
+# block recomputes in backward.
 GENERATED = {
     (False, "none"): [Variant(0, 2, True, "none")],
     (True, "selective"): [Variant(1, 2, False, "selective", True)],
@@ -65,8 +63,8 @@ def problems(
     generated: bool = False,
     pairs: bool = False,
 ) -> list[str]:
-    """The problems on this rank. With ``generated``, the variants in ``GENERATED`` run as Inductor's code.
-    Otherwise an interpreter runs the rewritten graphs of all ``variants``."""
+    """The problems on this rank. With ``generated``, the variants in ``GENERATED`` run as Inductor's code. Otherwise an
+    interpreter runs all ``variants``."""
     import overlap_inductor
     from overlap_inductor.report import publish as reporting
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes compiles in a test process faster: leaves out work that serves only logs or later compiles. No test needs this
-work."""
+"""Makes compiles in a test process faster: leaves out work that serves only logs or later compiles."""
 
 from __future__ import annotations
 
@@ -16,29 +15,32 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_VEC_ISA_OK": "0",
     "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",
 }
-"""For Inductor: no pool of processes that compile Triton kernels for a GPU. Each pool imports torch once more. C++
-kernels use no vector instructions, so each takes a quarter less time to build. (The package reads and writes no C++, so
-no test needs vector instructions.) Inductor does not ask which vector instructions the C++ compiler knows. Asking would
-take a second in each process. With an empty cache folder, the process would also build a library for each kind of
-vector instructions, which would take some seconds.
+"""For Inductor:
+
+- no pool of processes that compile Triton kernels, each of which imports torch once more;
+- C++ kernels without vector instructions, which take a quarter less time to build;
+- no probe of the C++ compiler for vector instructions, which takes a second or more in each process.
+
 For Dynamo: no garbage collection after each compile.
 """
 
 
 def set_environment() -> None:
-    """Set the variables of ``ENVIRONMENT`` that are not set yet. Call this function before torch is imported. Child
-    processes inherit the variables."""
+    """Set the variables of ``ENVIRONMENT`` that are not set yet, for this process and its children. Call this before
+    torch is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def compile_cheaply() -> None:
-    """Leave out some work in this process and its forks. Dynamo would measure how long a graph's guards take. For that,
-    it would write 256 MB to empty the processor's caches. Dynamo would parse each file of traced functions, to show in
-    a log which function holds a line. A garbage collection would visit every object that torch's import made.
-    Collections also become rarer, because a compile makes many objects, few of them in cycles.
+    """Leave out or reduce work in this process and its forks:
 
-    The C++ compiler optimizes kernels less, which halves the time to build a kernel."""
+    - no measurement of a graph's guards, for which Dynamo writes 256 MB to empty the processor's caches;
+    - no parse of each file of traced functions, which serves only a log;
+    - garbage collections do not visit the objects of torch's import. They are also rarer, because few objects of a
+      compile are in cycles;
+    - the C++ compiler optimizes kernels less, which halves the time to build one.
+    """
     import torch._dynamo.guards
     import torch._dynamo.symbolic_convert
     import torch._inductor.cpp_builder

@@ -12,15 +12,15 @@ from tests.support.cheap_tensors import compute_cheaply
 
 
 def interpret_cheaply() -> None:
-    """Changes the interpreter in this process and its forks. The first launch of a process imports Gluon. This function
-    imports Gluon, so that no rank has to import it."""
+    """Change the interpreter in this process and its forks. The first launch of a process imports Gluon. So Gluon is
+    imported here, and not by each rank."""
     import triton.experimental.gluon  # noqa: F401
     from triton.runtime import interpreter
 
     _list_builtins_once()
     _patch_language_once()
-    # By default, the interpreter computes each sum and product of integers a second time, in 64 bits. It looks for an
-    # overflow in this result only if its option ``debug`` is set. The next line omits the second computation.
+    # By default, the interpreter computes integer sums and products again, in 64 bits. It looks for an overflow there
+    # only with its option ``debug``.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _look_up_dtypes_once()
     _sleep_in_waits()
@@ -28,8 +28,8 @@ def interpret_cheaply() -> None:
 
 
 def rewrite_kernels() -> None:
-    """Rewrite the kernels and device functions that are defined by now. Otherwise every rank's interpreter parses and
-    compiles each of them at its first call."""
+    """Rewrite the kernels and device functions that exist now. Otherwise every rank would parse and compile each at its
+    first call."""
     import gc
 
     from triton.runtime.interpreter import InterpretedFunction
@@ -40,8 +40,7 @@ def rewrite_kernels() -> None:
 
 
 def _list_builtins_once() -> None:
-    """List the builtins of ``triton.language`` once. Without this patch, the interpreter lists all members at each
-    launch to find the builtins, which are always the same."""
+    """List the builtins of ``triton.language`` once, and not at each launch."""
     import triton.language as tl
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
@@ -52,19 +51,17 @@ def _list_builtins_once() -> None:
 
     def patch(pkg: Any, builder: Any, scope: Any) -> None:
         for name in builtins(pkg):
-            # (While a kernel runs, the members are patched already.)
+            # While a kernel runs, the members are patched already.
             if is_builtin(member := getattr(pkg, name)):
                 interpreter._patch_attr(pkg, name, member, builder, scope)
 
     interpreter._patch_builtin = patch
-    # The members are listed while none of them is patched.
     for pkg in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
         builtins(pkg)
 
 
 def _patch_language_once() -> None:
-    """Patch ``triton.language`` only if it is not patched yet. Without this function, the interpreter patches it at
-    each launch, and again at each call of a device function."""
+    """Patch ``triton.language`` only if it is not patched yet, and not at each launch and call of a device function."""
     import triton.language as tl
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
@@ -84,8 +81,8 @@ def _patch_language_once() -> None:
 
 
 def _look_up_dtypes_once() -> None:
-    """Look up numpy's dtype of each Triton dtype once. Without this patch, the interpreter makes a dictionary of all
-    dtypes at each look-up."""
+    """Look up numpy's dtype of each Triton dtype once. The interpreter makes a dictionary of all dtypes at each
+    look-up."""
     from triton.language import dtype
     from triton.runtime import interpreter
 
@@ -103,8 +100,8 @@ def _look_up_dtypes_once() -> None:
 
 
 def _sleep_in_waits() -> None:
-    """A wait adds 0 to its flag until the flag has the expected value. After this patch, a rank sleeps before it looks
-    at a flag again, because the rank that sets the flag needs the processor."""
+    """A wait adds 0 to its flag until the flag has the expected value. A rank sleeps before it looks again, because the
+    rank that sets the flag needs the processor."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     atomic = InterpreterBuilder.create_atomic_rmw

@@ -9,8 +9,8 @@ from typing import Any
 
 
 def compute_cheaply() -> None:
-    """Changes the interpreter in this process and its forks. Each changed function returns what Triton's own function
-    returns. In cases that are not common, it calls Triton's own function."""
+    """Change the interpreter in this process and its forks. Each changed function returns what Triton's own function
+    returns. In rare cases, it calls Triton's own function."""
     _unwrap_quickly()
     _compare_dtypes_by_identity_first()
     _make_shapes_once()
@@ -21,7 +21,7 @@ def compute_cheaply() -> None:
 
 
 def _unwrap_quickly() -> None:
-    """``_unwrap_if_constexpr`` asks first for the types of a value that kernels have most often."""
+    """``_unwrap_if_constexpr`` asks first for the most frequent types of a value."""
     from triton.language import core
 
     unwrap = core._unwrap_if_constexpr
@@ -48,7 +48,7 @@ def _compare_dtypes_by_identity_first() -> None:
 
 
 def _make_shapes_once() -> None:
-    """All blocks of one shape share the objects that hold the shape. No kernel changes these objects."""
+    """All blocks of one shape share the objects that hold it. No kernel changes these objects."""
     from triton.language import core
 
     make_block = core.block_type.__init__
@@ -76,8 +76,8 @@ def _make_shapes_once() -> None:
 
 
 def _check_arrays_once() -> None:
-    """A tensor checks that its array's elements are not larger than its dtype. For a dtype and a size of elements that
-    passed before, the check is left out."""
+    """A tensor checks that its array's elements are not larger than its dtype. The check runs once for each dtype and
+    size."""
     from triton.runtime.interpreter import TensorHandle
 
     check = TensorHandle.__post_init__
@@ -94,7 +94,7 @@ def _check_arrays_once() -> None:
 
 
 def _make_constants_once() -> None:
-    """Tensors of one constant share the array that holds the constant. This array is read-only."""
+    """Tensors of one constant share its array, which is read-only."""
     from triton.language.semantic import TritonSemantic
 
     make = TritonSemantic.scalar_constant
@@ -113,9 +113,8 @@ def _make_constants_once() -> None:
 
 
 def _check_like_operands_quickly() -> None:
-    """Two operands of one type and one shape need no conversion. An integer beside a tensor of integers gets the
-    tensor's type. (A quotient of half-precision numbers is computed in fp32, so quotients of integers only are taken
-    here.)"""
+    """Two operands of one type and shape need no conversion. An integer beside a tensor of integers gets the tensor's
+    type. Half-precision quotients are computed in fp32, so only integer quotients are taken here."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
 
@@ -140,8 +139,8 @@ def _check_like_operands_quickly() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """A builtin of ``triton.language`` is called without the wrapper that asks whether ``_semantic`` was passed. The
-    interpreter always passes ``_semantic``."""
+    """A builtin of ``triton.language`` is called without the wrapper that asks for ``_semantic``: the interpreter
+    always passes it."""
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 

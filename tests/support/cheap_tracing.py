@@ -10,13 +10,12 @@ import torch._inductor.codecache
 
 
 def trace_cheaply() -> None:
-    """Leave out two kinds of work in this process and its forks.
+    """Leave out two kinds of work in this process and its forks:
 
-    Dynamo lists the functions of torch that a graph may call. Each process group that is made would drop this list,
-    because the list may be older than ``torch.distributed``. Here the list is made once, after that import.
-
-    torch writes each event of a compile to a log, if the log has a handler. The log passes nothing on to the root
-    logger, so pytest would give the log a handler that keeps all events. Here pytest does not find the log.
+    - Dynamo lists the functions of torch that a graph may call. Each new process group would drop this list, because it
+      may be older than ``torch.distributed``. Here the list is made once, after that import.
+    - torch writes each event of a compile to a log. pytest would give this log a handler that keeps all events. Here
+      pytest does not find the log.
     """
     import torch.distributed.tensor  # noqa: F401
 
@@ -27,6 +26,6 @@ def trace_cheaply() -> None:
 
 
 def hash_torch() -> None:
-    """Compute the hash of torch's source in this process, so that its forks need not. It is a part of every key of
-    Inductor's caches."""
+    """Compute the hash of torch's source, so that forks need not. The hash is part of every key of Inductor's
+    caches."""
     torch._inductor.codecache.torch_key()

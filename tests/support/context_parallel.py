@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel attention as models write it: each rank has the queries, keys and values of its own tokens, and
-gathers the keys and values of all ranks."""
+"""Context-parallel attention as models write it. Each rank has the queries, keys and values of its tokens, and gathers
+the keys and values of all ranks."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ def heads_first(
 def tokens_first(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
 ) -> torch.Tensor:
-    """Like ``heads_first``, but on tensors ``[batch, own tokens, heads, width]``. Projections return tensors in this
-    layout."""
+    """``heads_first`` on tensors ``[batch, own tokens, heads, width]``, the layout of projections."""
     return attend(*(x.transpose(1, 2) for x in (q, gathered(k, 1), gathered(v, 1))), mask).transpose(1, 2)
 
 
 def columns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
-    """Keys are transposed before the gather. After it, they are transposed back and made contiguous."""
+    """Keys are transposed before the gather, and transposed back and made contiguous after it."""
     k = gathered(k.transpose(2, 3).contiguous(), 3).transpose(2, 3).contiguous()
     return attend(q, k, gathered(v, 2), mask)
 
@@ -55,7 +54,7 @@ def all_queries(
 
 
 def stacked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
-    """Keys and values are stacked on a dim of their own, and gathered at once."""
+    """Keys and values are stacked on a new dim, and gathered at once."""
     k, v = gathered(torch.stack([k, v]), 3).unbind()
     return attend(q, k, v, mask)
 
@@ -67,8 +66,8 @@ def wider(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor 
 
 
 def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None) -> torch.Tensor:
-    """Each rank flattens its keys and values into one 1-D buffer. After the gather, the keys are cut out of all ranks'
-    buffers and concatenated, and so are the values."""
+    """Each rank flattens its keys and values into one 1-D buffer. After the gather, keys and values are cut out of all
+    buffers and concatenated."""
     buffers = gathered(torch.cat([k.flatten(), v.flatten()]), 0).chunk(dist.get_world_size())
     keys = torch.cat([b[: k.numel()].view(k.shape) for b in buffers], 2)
     return attend(q, keys, torch.cat([b[k.numel() :].view(v.shape) for b in buffers], 2), mask)
@@ -77,8 +76,8 @@ def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor |
 def projected(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
 ) -> torch.Tensor:
-    """Keys and values are gathered in the layout in which one projection returns both: ``[batch, own tokens,
-    columns]``. The columns are ``[2, heads, width]``."""
+    """Keys and values are gathered as one projection returns them: ``[batch, own tokens, columns]``. The columns are
+    ``[2, heads, width]``."""
     batch, heads, _, width = k.shape
     both = torch.stack([k, v], 2).permute(0, 3, 2, 1, 4).flatten(2)
     k, v = gathered(both, 1).view(batch, -1, 2, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
@@ -89,12 +88,15 @@ LAYERS = (heads_first, tokens_first, columns, all_queries, stacked, wider, flat,
 
 
 def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tensor | bool | None:
-    """The mask of a rank's own queries: a bool tensor, or a tensor that is added to the scores. ``None`` for ``none``,
-    ``True`` for ``is_causal``.
+    """The mask of a rank's own queries, a bool tensor or a tensor that is added to the scores:
 
-    ``causal``: each query sees its own token's key and the keys of earlier tokens. ``random``: some queries see no key.
-    Others see no key of some ranks. ``heads``: a different bias for each head, which is added to the scores. Its values
-    are not all 0 or ``-inf``. ``one row``: all queries see the same keys. ``nothing``: hides nothing.
+    - ``none``: ``None``;
+    - ``is_causal``: ``True``;
+    - ``causal``: each query sees its own token's key and the keys of earlier tokens;
+    - ``random``: some queries see no key, others see no key of some ranks;
+    - ``heads``: a bias for each head, with values other than 0 and ``-inf``;
+    - ``one row``: all queries see the same keys;
+    - ``nothing``: hides nothing.
     """
     if kind == "is_causal":
         return True

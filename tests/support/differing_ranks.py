@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that ranks run with different plans, the blocks' inputs, and what a test collects on each rank: wrong results
-and counters."""
+"""Blocks that ranks run with different plans, their inputs, and what a test collects on each rank."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def ring(**fields: Any) -> AbstractContextManager[Any]:
 
 
 def inputs_of(rank: int, grad: bool = False) -> list[torch.Tensor]:
-    """A shard of rows, this rank's columns of a first weight, and its rows of a second one. Shapes are the same on all
+    """A shard of rows, this rank's columns of a first weight, and its rows of a second one. Shapes are equal on all
     ranks."""
     generator = torch.Generator().manual_seed(rank)
     return [
@@ -40,8 +39,7 @@ def block(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def block_on_a_mesh() -> Callable[..., torch.Tensor]:
-    """A block like ``block`` on a 2 x 2 mesh. It gathers along the rows of the mesh and all-reduces along the
-    columns."""
+    """``block`` on a 2 x 2 mesh. It gathers along the mesh's rows and all-reduces along its columns."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of ``bench.support.experts.DispatchedExperts``, and the same layer with a loop over its experts."""
+"""Inputs of ``bench.support.experts.DispatchedExperts``, and the layer with a loop over its experts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from tests.support.expert_layers import LOADS
 
 
 class LoopedExperts(DispatchedExperts):
-    """The same layer with a loop over this rank's experts, as torchtitan's ``_run_experts_for_loop`` writes it: each
-    expert's rows go through matmuls of their own. The number of rows of each expert is an unbacked symbol of its
-    own."""
+    """The layer with a loop over this rank's experts, as torchtitan's ``_run_experts_for_loop`` writes it: each
+    expert's rows have their own matmuls. Each expert's number of rows is an unbacked symbol."""
 
     def _experts(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         parts = torch.split(x, counts.tolist())

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recommendation model as DLRM writes it (Naumov et al., arXiv:1906.00091), with tables that are divided among the
-ranks. Each rank looks up the whole batch in its own tables. An all-to-all then gives each rank the results of all
-tables for its slice of the batch."""
+"""A recommendation model as DLRM writes it (Naumov et al., arXiv:1906.00091), with tables divided among the ranks.
+
+Each rank looks up the whole batch in its own tables. An all-to-all then gives each rank the results of all tables for
+its slice of the batch.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank looks up. For each of its tables: the indices of the whole batch. For bags, also the offset at
-    which each bag begins.
+    """What one rank looks up. For each of its tables: the indices of the whole batch and, for bags, the offset of each
+    bag.
 
     Attributes:
         dense: dense features of the rank's own slice of the batch.
@@ -34,11 +36,12 @@ class Batch:
 
 
 class DLRM(nn.Module):
-    """``kind``: ``sum``, ``mean``, ``max`` (bags of this mode) or ``embedding`` (one index for each row of the batch).
+    """The model.
 
-    ``joined``: how the results of the tables are put together before the exchange. ``cat`` makes ``[batch, tables *
-    width]``, and ``stack`` makes ``[batch, tables, width]``. ``tables first`` flattens ``[ranks, tables, batch / ranks,
-    width]``.
+    Args:
+        kind: ``sum``, ``mean``, ``max`` (bags of this mode) or ``embedding`` (one index for each row of the batch).
+        joined: how the tables' results are sent. ``cat``: ``[batch, tables * width]``. ``stack``: ``[batch, tables,
+            width]``. ``tables first``: flattened ``[ranks, tables, batch / ranks, width]``.
     """
 
     def __init__(
@@ -101,8 +104,7 @@ def batch_of(
 
     Args:
         longest: bags have 0 to ``longest`` indices.
-        square: whether all bags have ``longest`` indices, or one if ``longest`` is 0. A table's indices are then a 2-D
-            tensor with a row for each bag.
+        square: all bags have ``longest`` indices, but at least one. A table's indices are 2-D, with a row for each bag.
     """
     whole = mine * model.group.size()
     dense = torch.randn(mine, model.bottom[0].in_features, generator=generator)

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 def drawn(examples: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[[], None]]:
     """A decorator: the function runs ``examples`` times, each time with one value of every strategy.
 
-    All ranks of a group draw the same examples, because the number of ranks is the seed. Groups of different sizes draw
-    different examples. The function must not raise, because a rank that fails would draw further examples alone."""
+    The number of ranks is the seed, so all ranks of a group draw the same examples. The function must not raise,
+    because a rank that fails would draw further examples alone.
+    """
 
     def decorate(check: Callable[..., None]) -> Callable[[], None]:
         run = settings(

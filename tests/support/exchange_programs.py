@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws random programs that hold all-to-alls. Some all-to-alls exchange equal parts of the rows. Other all-to-alls
-change a tensor from shards of one dim to shards of another dim, as in Ulysses and DTensor."""
+"""Draws random programs with all-to-alls. Some exchange equal parts of the rows. Others change shards of one dim to
+shards of another, as in Ulysses and DTensor."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ExchangeProgram(Program):
             self._make(f"all_to_all({x}, g)", *shape)
 
     def _reshard(self, x: str, shape: Shape, dim: int) -> None:
-        """``x`` is sharded along a dim that is drawn here, ``joined``. The result is sharded along ``dim``. The parts
-        that a rank sends are stacked by views and a permutation, or by ``chunk`` and ``stack``."""
+        """``x`` is sharded along a drawn dim, ``joined``. The result is sharded along ``dim``. The sent parts are
+        stacked by views and a permutation, or by ``chunk`` and ``stack``."""
         ranks = self.world_size
         joined = self.chance.choice([d for d in range(len(shape)) if d != dim])
         if shape[dim] % ranks:

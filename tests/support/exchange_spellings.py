@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spellings K and L of ``tests.support.spellings``: all-to-alls before and after matmuls.
 
-``SPELLINGS`` here has the form of ``SPELLINGS`` there: ``{name: (function, makers of its inputs, (pattern, dim, matmuls
+``SPELLINGS`` has the form of ``spellings.SPELLINGS``: ``{name: (function, makers of its inputs, (pattern, dim, matmuls
 with the role of the cut dim))}``.
 """
 
@@ -79,8 +79,7 @@ def normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 WITHOUT_LOOPING_OP = {"L after experts", "L before experts", "L between matmuls", "L before a norm and a matmul"}
-"""Spellings that no looping op computes. Their matmuls are batched, or an activation or a norm stands between the
-matmul and the exchange."""
+"""Spellings that no looping op computes: batched matmuls, or an activation or norm between matmul and exchange."""
 SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, list[str]]]] = {
     "K": (lambda x, w: change_shards(x @ w, 0, 1), (x2, weight), (SENT, 1, ["mm N"])),
     "K before a matmul": (

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes fake process groups, in which one process acts as any rank of a group of any size. Collects the reports of the
-graphs that are compiled in such a group."""
+"""Fake process groups, and the reports of graphs compiled in them. One process acts as any rank of a group of any
+size."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def reports_of(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, 
 def reports_by_fields(
     fn: Callable[..., Any], *args: Any, several: Sequence[dict[str, Any]], **fields: Any
 ) -> list[list[OverlapReport]]:
-    """Like ``[reports_of(fn, *args, **fields, **one) for one in several]``, but ``fn`` is traced once: each
-    configuration rewrites a copy of the graph. The pass on the joint graph runs once, with ``fields`` only."""
+    """``[reports_of(fn, *args, **fields, **one) for one in several]``, but ``fn`` is traced once: each configuration
+    rewrites a copy of the graph. The pass on the joint graph runs once, with ``fields`` only."""
     from overlap_inductor.inductor import post_grad
     from overlap_inductor.inductor.compile_scope import CompileScope
     from overlap_inductor.switch.backend import compile_with
@@ -82,7 +82,6 @@ def reports_by_fields(
 
 
 def report_of(fn: Callable[..., Any], *args: Any, **fields: Any) -> OverlapReport:
-    """The report of the only graph that ``fn(*args)`` compiles (see ``reports_of``). Raises ``ValueError`` if
-    ``fn`` compiles no graph or several."""
+    """The report of the only graph that ``fn(*args)`` compiles. Raises ``ValueError`` if there is not exactly one."""
     (report,) = reports_of(fn, *args, **fields)
     return report

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models, without a GPU, the order in which CUDA runs the work of streams, events, captures and graphs. The fakes
-record the work that is queued and raise errors where CUDA does. ``run`` plays the queues of several ranks.
+"""Models, without a GPU, the order in which CUDA runs the work of streams, events, captures and graphs.
 
-A stream runs its queue in order. To record an event is to mark a point in a stream. A wait refers to the event's last
-mark at the time when the wait is queued, even if the event is recorded again later. A stream that waits for an event of
-a running capture joins the capture. Two kinds of waits are errors. In one, the event belongs to a capture that has
-ended. In the other, a capture waits for an event that was recorded outside it.
+The fakes record queued work and raise errors where CUDA does. ``run`` plays the queues of several ranks.
 
-A *call* is work that all ranks do together. A GPU runs one call at a time, while its other streams go on with other
-work. The call ends when every rank has begun it. When a graph is replayed, only its calls are queued: on the current
-stream, in the order of their capture.
+- A stream runs its queue in order.
+- Recording an event marks a point in a stream. A wait refers to the event's last mark when the wait is queued.
+- A stream that waits for an event of a running capture joins the capture.
+- A wait is an error if the event belongs to a capture that has ended.
+- A wait in a capture is an error if the event was recorded outside.
+- A *call* is work that all ranks do together. It ends when every rank has begun it. A GPU runs one call at a time,
+  while its other streams go on.
+- A replay of a graph queues only its calls: on the current stream, in the order of capture.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ class Graph:
 
 
 class Gpu:
-    """The fake GPU of one rank. ``use`` puts it in place of the functions of ``torch.cuda``, ``symmetric`` and
-    ``driver`` that the code under test calls."""
+    """The fake GPU of one rank. ``use`` puts it in place of functions of ``torch.cuda``, ``symmetric`` and
+    ``driver``."""
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []
@@ -153,7 +154,7 @@ class Gpu:
 
 
 def run(gpus: Sequence[Gpu]) -> list[list[tuple[str, Any]]]:
-    """Play all queues. Returns, for each rank, the work that could not run. On GPUs, this work would wait forever."""
+    """Play all queues. Returns, for each rank, the work that could not run: on GPUs, it would wait forever."""
     queues = [[list(stream.queue) for stream in gpu.streams] for gpu in gpus]
     done: set[Mark] = set()
     begun: list[tuple[int, str] | None] = [None] * len(gpus)

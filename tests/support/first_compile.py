@@ -16,10 +16,10 @@ from tests.support.cheap_tracing import trace_cheaply
 
 def compile_once() -> None:
     """Compile a graph without a kernel, and forget it."""
-    # This process must start no threads, because a forked process does not have them and would wait for them.
+    # This process must start no threads. A fork would not have them, but would wait for them.
     torch.set_num_threads(1)
     tqdm.tqdm.monitor_interval = 0
-    # If the graph came from a cache, the one-time work would not be done.
+    # With a graph from a cache, the one-time work would not be done.
     caches_off = (
         torch._inductor.config.patch(fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs Python programs in forks of one process that has imported torch already.
+"""Runs Python programs in forks of one process that has imported torch already, which saves seconds per program.
 
-``import torch`` takes 1.6 s of processor time, and the import of Inductor takes 3 s more. A *base* is a process that
-imports torch once. It does not import the package, nor anything that environment variables switch on. ``ForkBase.run``
-forks the base for a command line of Python, and gives the fork an environment of its own. ``ForkBase.grown`` gives a
-base that has imported more, for example Inductor. It is a fork of the first base, so torch is imported once for both.
+A *base* is a process that imports torch once, but not the package, nor what environment variables switch on.
+``ForkBase.run`` forks the base for a command line of Python, with its own environment. ``ForkBase.grown`` gives a base
+that has imported more, for example Inductor.
 
-In the fork, ``import torch`` brings torch's modules back and does what the last lines of ``torch/__init__.py`` do: they
-read the environment and call the entry points of ``torch.backends``. Until then ``sys.modules`` has no module of torch,
-as in a new interpreter. Other packages' modules that torch imports are there from the start.
+In the fork, ``sys.modules`` first has no module of torch, as in a new interpreter. ``import torch`` puts the modules
+back. Then it does what the last lines of ``torch/__init__.py`` do: it reads the environment and calls the entry points
+of ``torch.backends``. Other modules that torch imports are there from the start.
 """
 
 from __future__ import annotations
@@ -40,19 +39,18 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 HASH_SEED = "1"
-"""The hash seed of all programs. The process of the tests has a seed of its own."""
+"""The hash seed of all programs. The process of the tests has another seed."""
 TORCH = ("torch", "torch.distributed.fsdp", "sympy")
 """torch, and what ``import torch._inductor.config`` imports besides Inductor, Dynamo and Triton."""
 DYNAMO = ("torch._dynamo",)
-"""What a base imports in addition to ``TORCH``, for programs that import Inductor's configuration themselves. That
-import would import Dynamo, too, which takes 0.8 s."""
+"""A base imports these modules, too, for programs that import Inductor's configuration. This saves them 0.8 s."""
 INDUCTOR = ("tests.support.first_compile",)
 """What a base imports in addition to ``DYNAMO``, for programs that compile."""
 
 
 class ForkBase:
-    """A process that has imported ``modules``. Programs are forked from this process. If ``more`` names further
-    modules, a fork of this process imports them, and programs are forked from that fork."""
+    """A process that has imported ``modules``, and from which programs are forked. For each entry of ``more``, a fork
+    imports further modules, and programs are forked from that fork."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         self.more: tuple[tuple[str, ...], ...] = ()
@@ -69,15 +67,15 @@ class ForkBase:
         )
 
     def grown(self, modules: tuple[str, ...]) -> ForkBase:
-        """A base that has also imported ``modules``. The new base ends when this base ends. Programs of both bases run
-        one at a time."""
+        """A base that has also imported ``modules``. It ends when this base ends. Both bases' programs run one at a
+        time."""
         base = copy.copy(self)
         base.more = (*self.more, modules)
         return base
 
     def run(self, *arguments: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Like ``python ARGUMENTS``, where the arguments start with ``-c CODE``, ``-m MODULE`` or a script. Python
-        has already started in the base. So ``PYTHON*`` variables in ``env`` have no effect, except ``PYTHONPATH``."""
+        """Like ``python ARGUMENTS``, which start with ``-c CODE``, ``-m MODULE`` or a script. Of the ``PYTHON*``
+        variables in ``env``, only ``PYTHONPATH`` has an effect."""
         (done,) = self.run_at_once(*arguments, envs=[env], cwd=cwd)
         return done
 
@@ -114,7 +112,7 @@ class ForkBase:
 
 
 class _Torch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and loads torch by putting back the modules that were imported in the base."""
+    """Finds and loads torch by putting back the modules of the base."""
 
     def __init__(self) -> None:
         self.hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "torch"}
@@ -137,8 +135,8 @@ class _Torch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _serve(modules: list[str]) -> dict[str, Any]:
-    """Fork a process for each program of a request. In the forked process, this function returns the program. In the
-    base, it does not return."""
+    """Fork a process for each program of a request. The fork gets the program as the result. In the base, the function
+    does not return."""
     answers = os.dup(1)
     os.dup2(2, 1)
     _load(modules)
@@ -176,7 +174,7 @@ def _serve(modules: list[str]) -> dict[str, Any]:
 
 
 def _load(modules: Iterable[str]) -> None:
-    """Import ``modules``. Garbage collections of forks do not visit the objects that these imports made."""
+    """Import ``modules``. Garbage collections of forks do not visit the objects that the imports made."""
     for name in modules:
         importlib.import_module(name)
     gc.collect()
@@ -184,7 +182,7 @@ def _load(modules: Iterable[str]) -> None:
 
 
 def _become(arguments: list[str], env: dict[str, str], cwd: str, folder: str) -> None:
-    """Run the program in this process. ``_end`` then ends the process, also if the program raises."""
+    """Run the program in this process."""
     for number, name in enumerate(("stdout", "stderr"), 1):
         file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
@@ -219,15 +217,15 @@ def _become(arguments: list[str], env: dict[str, str], cwd: str, folder: str) ->
 
 
 def _show_programs_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints a traceback without the frames of this module and of ``runpy``, which run the program."""
+    """Print a traceback without the frames of this module and of ``runpy``."""
     while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
 def _end(error: BaseException | None) -> None:
-    """End this process as the interpreter would after the program raised ``error``. Objects are not freed, because
-    freeing torch's modules would take 0.2 s."""
+    """End this process as the interpreter would after the program raised ``error``. Torch's modules are not freed,
+    which saves 0.2 s."""
     status: object = 0
     if isinstance(error, SystemExit):
         status = error.code

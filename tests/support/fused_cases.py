@@ -114,8 +114,8 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
 
 
 def exchanges(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """Functions with all-to-alls of equal slices, in the form that ``cases`` returns. Of the schedules that turn a site
-    into one op, only ``chunked`` and ``fused`` compute them."""
+    """Functions with all-to-alls of equal slices, in the form of ``cases``. As one op, only ``chunked`` and ``fused``
+    compute them."""
     g, s = dist.group.WORLD, 24
     change_shards = torch.ops._dtensor.shard_dim_alltoall
     linear = torch.nn.functional.linear
@@ -153,12 +153,14 @@ def exchanges(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, .
 
 
 def contractions(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """Functions in which a matmul contracts the dim along which an all-to-all's slices arrive. They have the form that
-    ``cases`` returns. ``chunked`` and ``fused`` compute all of them. Each rank's slice of the contracted dim has 64
-    elements (before ``factor``), because ``fused`` takes only slices whose size is a multiple of 64.
+    """Functions in which a matmul contracts the dim along which an all-to-all's slices arrive, in the form of
+    ``cases``.
 
-    Some inputs hold the slice in two dims, of sizes 2 and 32. The weight holds it in one dim, which ``factor``
-    multiplies once. So ``factor`` must multiply only one of the two sizes: it does not multiply a 2."""
+    Each rank's slice of the contracted dim has 64 elements (before ``factor``), because ``fused`` takes only multiples
+    of
+    64. Some inputs hold the slice as ``[2, 32]``. The weight holds it in one dim, so ``factor`` must multiply only one
+        of the two sizes. It does not multiply a 2.
+    """
     g, s = dist.group.WORLD, 24
     change_shards = torch.ops._dtensor.shard_dim_alltoall
     linear = torch.nn.functional.linear
@@ -219,9 +221,8 @@ def contractions(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int
 
 
 def sums(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """Functions with sums of matmuls, in the form that ``cases`` returns. ``chunked`` computes such sums, and ``fused``
-    does not. (Inductor writes a sum of two 2-D matmuls as an ``addmm``, whose bias is the result of the other
-    matmul.)"""
+    """Functions with sums of matmuls, in the form of ``cases``. ``chunked`` computes them, ``fused`` does not. Inductor
+    writes a sum of two 2-D matmuls as an ``addmm`` whose bias is the other product."""
     g, s = dist.group.WORLD, 24
     linear = torch.nn.functional.linear
     pair = [(1, s * w, 16), (16, 24), (1, s * w, 40), (40, 24)]

@@ -24,7 +24,7 @@ PRELOADED = [
     "hypothesis",
     "tests.support.warm_ranks",
 ]
-"""Modules that the fork server imports before it forks ranks. It skips modules that are not installed."""
+"""Modules that the fork server imports before it forks ranks, if they are installed."""
 PRELOADED_MODELS = [
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
@@ -32,16 +32,17 @@ PRELOADED_MODELS = [
     "transformers.integrations.tensor_parallel",
     "accelerate",
 ]
-"""Modules that the fork server imports, too, if the process that starts the ranks has imported ``transformers``. In
-that case, some ranks run models."""
+"""Modules that the fork server also imports if the starting process has imported ``transformers``: some ranks run
+models."""
 
 
 def compile_anew(kernels: bool = True) -> None:
-    """Switch off the caches of graphs, so that every compile runs the passes. (``force_disable_caches`` would also
-    build each kernel and each probe of vector instructions again on each rank.)
+    """Switch off the caches of graphs, so that every compile runs the passes. (``force_disable_caches`` would also make
+    each rank build kernels and probes again.)
 
-    Without ``kernels``, generated code calls ATen for each op, so that no C++ kernel is built. This serves tests of
-    what ranks agree upon and what they send. Such tests do not depend on what Inductor fuses."""
+    Without ``kernels``, generated code calls ATen for each op, so that no C++ kernel is built. This serves tests that
+    do not depend on what Inductor fuses.
+    """
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
     torch._inductor.config.fallback_by_default = not kernels
@@ -91,17 +92,18 @@ def run_ranks(
     warm: bool = True,
     grouped: bool = True,
 ) -> list[Any]:
-    """Run ``function(rank, world_size, *args)`` on every rank and return the results by rank. With ``expect_failure``,
-    ranks may raise or die. The result of such a rank is a traceback, or says that the rank left no result.
+    """Run ``function(rank, world_size, *args)`` on every rank and return the results by rank.
 
-    ``warm=False`` starts each rank as a new process, in which this package was never used. With ``grouped=False``,
-    ``function`` makes the process group itself, as a script under ``torchrun`` does.
+    Args:
+        expect_failure: ranks may raise or die. The result of such a rank is a traceback, or says that there is none.
+        warm: if ``False``, each rank is a new process, in which this package was never used.
+        grouped: if ``False``, ``function`` makes the process group, as a script under ``torchrun`` does.
 
     Raises:
         AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.
     """
-    # Ranks are forked from a clean process that has done the imports, which would take each rank six seconds. In a run
-    # of pytest, that process is a fork of the process that has collected the tests (``rank_server``).
+    # Ranks are forked from a clean process that has done the imports, which saves each rank six seconds. In a run of
+    # pytest, this process is a fork of the process that has collected the tests (``rank_server``).
     context = mp.get_context("forkserver" if warm else "spawn")
     if warm:
         context.set_forkserver_preload(preloaded())

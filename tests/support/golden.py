@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expected texts in files of ``tests/golden``.
-
-After an intended change, run with ``EXPECTTEST_ACCEPT=1`` to write the files again. Read the difference before you
-commit it.
-"""
+"""Expected texts in files of ``tests/golden``. After an intended change, ``EXPECTTEST_ACCEPT=1`` writes them again."""
 
 from __future__ import annotations
 
@@ -25,11 +21,7 @@ _ADVICE = re.compile(rf"\n{ADVICE_TITLE}\n-+\n(?:.+\n)+")
 
 def check_golden(found: str, name: str, part: Callable[[str], str] = str) -> None:
     """Fail if ``found`` is not the text of file ``name`` (a path below ``golden/``), or if there is no such file. Only
-    ``part`` of the text is compared.
-
-    Versions and plan hashes change with every release. So they are replaced by dots in ``found`` before it is compared
-    or written.
-    """
+    ``part`` of the text is compared. Versions and plan hashes change with every release, so dots replace them."""
     found = _without_versions(found)
     file = FOLDER / name
     if os.environ.get("EXPECTTEST_ACCEPT"):
@@ -39,11 +31,8 @@ def check_golden(found: str, name: str, part: Callable[[str], str] = str) -> Non
 
 
 def report_text(report: OverlapReport) -> str:
-    """The report's text without the total of the estimates and without the advice. Neither describes the graph. In
-    place of the table of switches, one line names the switches whose effective value is not the requested one.
-
-    The whole text is checked in ``tests/unit/test_report.py``.
-    """
+    """The report's text without the total of the estimates and the advice, which do not describe the graph. One line
+    names the switches whose effective value is not the requested one, in place of their table."""
     effective = [f"{name} {now}" for name, requested, now in words.switches(report) if now != requested]
     text, tables = _SWITCHES.subn(f"effective: {'; '.join(effective)}\n\n", render_text(report))
     assert tables == 1, f"{tables} tables of switches in a report"

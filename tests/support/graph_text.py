@@ -9,8 +9,8 @@ from overlap_inductor.report.report import OverlapReport
 
 
 def waste(report: OverlapReport) -> list[str]:
-    """The problems of a rewritten graph. Each matmul whose result is not used is a problem. If all sites are
-    overlapped, more collectives than near misses are a problem, too."""
+    """The problems of a rewritten graph: a matmul whose result is not used. If all sites are overlapped, also more
+    collectives than near misses."""
     lines = {line.split(":")[0].split(" = ")[0]: line for line in report.after.splitlines() if " = " in line}
     wanted: set[str] = set()
     pending = [
@@ -30,11 +30,11 @@ def waste(report: OverlapReport) -> list[str]:
         if re.search(r"aten\.(?:mm|addmm|bmm|baddbmm|_grouped_mm)\.|\.grouped_mm_fallback\.", line) and n not in wanted
     ]
     kept = len(report.near_misses) + sum(s.decision.status != "overlapped" for s in report.sites)
-    # Waits do not count, because a wait may belong to a collective that the forward graph started.
+    # Waits do not count, because a wait may belong to a collective of the forward graph.
     collective = re.compile(r"_c10d_functional\.(?!wait)|= control_deps\((?!.*subgraph_wait)")
     left = sum(bool(collective.search(line)) for line in lines.values())
-    # Two all-reduces that are added are one site. If such a site is kept, both all-reduces stay in the graph, but
-    # ``kept`` counts one. So ``left`` and ``kept`` are compared only if all sites are overlapped.
+    # If a sum of two all-reduces is kept, both stay in the graph, but ``kept`` counts one site. So only graphs with all
+    # sites overlapped are compared.
     if all(s.decision.status == "overlapped" for s in report.sites) and left > kept:
         found.append(f"{left} collectives are left, but only {kept} were kept")
     return found

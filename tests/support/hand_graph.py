@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds post-grad graphs node by node. Building a graph takes milliseconds. Tests can also build graphs that tracing
-would not produce."""
+"""Builds post-grad graphs node by node, in milliseconds, also graphs that tracing would not produce."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ c10d = torch.ops._c10d_functional
 
 
 class HandGraph:
-    """Builds one graph. ``group`` is the name of the default process group, and ``world_size`` is the number of its
-    ranks."""
+    """Builds one graph. ``group`` is the name of the default process group, ``world_size`` the number of its ranks."""
 
     def __init__(self) -> None:
         group = torch.distributed.group.WORLD
@@ -42,7 +40,7 @@ class HandGraph:
     def input(
         self, *shape: int, dtype: torch.dtype = torch.float32, name: str = "x", dynamic: Sequence[int] = ()
     ) -> fx.Node:
-        """A placeholder. Each dim in ``dynamic`` gets a symbol of its own."""
+        """A placeholder. Each dim in ``dynamic`` gets its own symbol."""
         node = self.graph.placeholder(name)
         context = StatelessSymbolicContext(
             [DimDynamic.DYNAMIC if d in dynamic else DimDynamic.STATIC for d in range(len(shape))]
@@ -108,8 +106,7 @@ class HandGraph:
 
     def output(self, *values: fx.Node) -> HandGraph:
         self.graph.output(values)
-        # The pass stores the subgraphs of its ordering edges in the module that owns the graph. So the graph needs a
-        # module.
+        # The pass stores the subgraphs of its ordering edges in the module that owns the graph.
         self.module = fx.GraphModule(torch.nn.Module(), self.graph)
         return self
 

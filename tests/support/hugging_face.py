@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face models with small configurations and random weights. ``load`` shards a model over the ranks of the job
-by the model's own ``tp_plan``, and divides experts by the model's own plan for experts."""
+"""Hugging Face models with small configurations and random weights. ``load`` shards a model by its own ``tp_plan``, and
+divides experts by its own plan."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SIZES = {
     "eos_token_id": 2,
 }
 
-# Only the first llama and the first mixtral have two layers. In these two models, the matmuls of the second layer read
-# the result of an all-reduce of the first layer. Starcoder2 has a bias in every projection. Cohere computes attention
-# and MLP in parallel. Olmo2 gathers whole activations for a norm.
+# Only the first llama and the first mixtral have two layers, so that matmuls read the first layer's all-reduce.
+# Starcoder2 has a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2 gathers whole
+# activations for a norm.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, one layer": ("Llama", {"num_hidden_layers": 1}),
@@ -45,8 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, one layer": ("Phi3", {"num_hidden_layers": 1}),
     # LayerNorms, parallel attention and MLP, learned biases.
     "gpt_neox, one layer": ("GPTNeoX", {"num_hidden_layers": 1}),
-    # In the next two models, the vocabulary is not a multiple of 2 or 3. In the second one, the ffn is not a multiple
-    # of 3 either.
+    # In the next two models, the vocabulary is no multiple of 2 or 3. In the second one, the ffn is no multiple of 3.
     "llama, odd vocabulary": ("Llama", {"vocab_size": 101, "num_hidden_layers": 1}),
     "llama, odd vocabulary, ffn of 50": (
         "Llama",
@@ -59,7 +58,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 1,
         },
     ),
-    # Experts. Qwen2 also has an expert that all tokens share.
+    # Experts. Qwen2 also has a shared expert.
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "mixtral, one layer": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1}),
     "qwen2_moe, one layer": (
@@ -106,8 +105,7 @@ def load(family: str, folder: str, device: str, experts: int = 1) -> Any:
 
 
 def whole(family: str, folder: str, device: str, **options: Any) -> Any:
-    """The model that ``load`` saved, unsharded and in fp64: the reference for every rank's result. ``options`` are
-    passed to ``from_pretrained``."""
+    """The model that ``load`` saved, unsharded and in fp64. ``options`` are passed to ``from_pretrained``."""
     import transformers
 
     path = Path(folder) / family

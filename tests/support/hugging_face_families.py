@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds small models, with random weights, of every Hugging Face family of causal language models that has a
-``tp_plan``, in even and in odd sizes."""
+"""Builds small models, with random weights, of every Hugging Face family of causal language models with a
+``tp_plan``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SIZES: dict[str, Any] = {
     "first_k_dense_replace": 1, "decoder_sparse_step": 1, "tie_word_embeddings": False,
     "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-"""Sizes of the models. A size is set only if the family's configuration has a field of this name."""
+"""Sizes of the models. A size is set only if the family's configuration has its field."""
 _VOCABULARY = {"vocab_size": 101, "vocab_size_per_layer_input": 101}
 _FFN = {
     "intermediate_size": 53, "intermediate_size_mlp": 53,
@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "odd": {**_VOCABULARY, **_FFN},
     "odd vocabulary": _VOCABULARY,
 }
-"""``odd`` sizes are primes, so they are not multiples of 2 or 3. See ``_heads`` for the number of heads."""
+"""``odd`` sizes are primes. See ``_heads`` for the number of heads."""
 
 
 def families() -> list[str]:
@@ -55,16 +55,15 @@ def families() -> list[str]:
 
 
 def _heads(variant: str, world_size: int) -> dict[str, int]:
-    """The numbers of heads: four for each rank in ``even``, three in the other variants. In ``odd``, all heads of a
-    rank share one key-value head. Families without grouped key-value heads cannot run ``odd``. They run ``odd
-    vocabulary`` instead."""
+    """The numbers of heads: four for each rank in ``even``, otherwise three. In ``odd``, all heads of a rank share one
+    key-value head. Families without grouped key-value heads run ``odd vocabulary`` instead."""
     heads = {"even": 4, "odd": 3, "odd vocabulary": 3}[variant] * world_size
     return {"num_attention_heads": heads, "num_key_value_heads": world_size if variant == "odd" else heads}
 
 
 def _config(kind: Any, sizes: dict[str, Any]) -> Any:
-    """A configuration of class ``kind`` with those ``sizes`` for which the class has a field. If the configuration
-    contains a separate configuration of the language model, the sizes are also set there."""
+    """A configuration of class ``kind`` with the ``sizes`` that it has fields for. They are also set in its
+    configuration of the language model, if there is one."""
 
     def known(config: Any) -> dict[str, Any]:
         return {name: value for name, value in sizes.items() if hasattr(config, name)}
@@ -99,8 +98,8 @@ def row_of(
     generated: bool,
     fields: dict[str, Any],
 ) -> dict[str, Any]:
-    """One rank's row of the sweep's table. The logits and, if ``trains``, the gradients of all parameters are compared
-    between eager, compiled without overlap, and compiled with overlap. ``fields`` are fields of ``OverlapConfig``."""
+    """One rank's row of the sweep's table: the logits and, if ``trains``, all gradients, eagerly, compiled without and
+    with overlap. ``fields`` are fields of ``OverlapConfig``."""
 
     def build() -> Callable[[Any], dict[str, torch.Tensor]]:
         model = _load(rank, world_size, family, folder, variant)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles a Hugging Face model that is sharded by its own plan. Compares its results with those of the whole model in
-fp64."""
+"""Compiles a Hugging Face model that is sharded by its own plan, and compares it with the whole model in fp64."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from tests.support.hugging_face import LAYERS
 from tests.support.interpreted import interpreted
 
 REDUCE, HEAD = "matmul_all_reduce", "matmul_all_gather"
-# The numbers of sites that must be found and overlapped, by pattern. In forward, o_proj and down_proj of each layer are
-# sites, and so is the head. Olmo2 also gathers q and k (for their norms) and v. In backward, three kinds of gradients
-# are all-reduced: of the input of q, k and v, of the input of gate and up, and of the head's input. All-reduces whose
-# results are only added to each other are one site. The embedding's all-reduce has no matmul.
+# The numbers of sites that must be found and overlapped, by pattern. Forward: o_proj and down_proj of each layer, and
+# the head. Olmo2 also gathers q and k (for their norms) and v. Backward: gradients of the input of q, k and v, of the
+# input of gate and up, and of the head's input. All-reduces whose results are only added to each other are one site.
+# The embedding's all-reduce has no matmul.
 FORWARD: dict[str, dict[str, int]] = {
     "llama": {REDUCE: 2 * LAYERS, HEAD: 1},
     "starcoder2, one layer": {REDUCE: 2, HEAD: 1},

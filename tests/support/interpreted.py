@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Dynamo backend that runs the nodes of the rewritten graph one after the other. So tests can check the output of the
-pass, and need not wait until Inductor or the graph module has generated and compiled code."""
+"""A Dynamo backend that runs the nodes of the rewritten graph one after the other. So tests can check the pass without
+the time for generated code."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from overlap_inductor.switch.backend import compile_with
 
 
 def interpreted(config: OverlapConfig, reports: list[OverlapReport], compared: bool = False) -> Callable[..., Any]:
-    """Returns the backend. It appends the reports of its graphs to ``reports``.
+    """The backend. It appends the reports of its graphs to ``reports``.
 
-    ``compared``: each call first compares the ranks' plans, as generated code does. If ranks differ, the call
-    runs the graph as it was before any pass. Without ``compared``, the first overlap op compares the plans, and raises
-    if ranks differ."""
+    ``compared``: each call first compares the ranks' plans, as generated code does. If ranks differ, the call runs the
+    graph as it was before any pass. Otherwise, the first overlap op compares the plans, and raises if ranks differ.
+    """
 
     def compile_one(gm: torch.fx.GraphModule, example_inputs: Any, **keywords: Any) -> Any:
         flags = {name: bool(keywords.get(name)) for name in ("is_backward", "is_inference", "cpp_wrapper")}
@@ -82,8 +82,7 @@ def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _read_last(nodes: list[torch.fx.Node]) -> list[list[torch.fx.Node]]:
-    """For each node: the nodes whose values can be dropped after it has run. These are the node itself and its inputs,
-    except those whose values a later node reads."""
+    """For each node: the nodes whose values can be dropped after it has run, because no later node reads them."""
     seen: set[torch.fx.Node] = set()
     found: list[list[torch.fx.Node]] = []
     for node in reversed(nodes):
@@ -96,7 +95,7 @@ def _read_last(nodes: list[torch.fx.Node]) -> list[list[torch.fx.Node]]:
 def _run(
     gm: torch.fx.GraphModule, nodes: list[torch.fx.Node], read_last: list[list[torch.fx.Node]], inputs: Iterator[Any]
 ) -> Any:
-    """Run the nodes in their order. As in generated code, a value is dropped after the last node that reads it."""
+    """Run the nodes in their order. A value is dropped after the last node that reads it."""
     values: dict[torch.fx.Node, Any] = {}
     for node, last in zip(nodes, read_last, strict=True):
         if node.op == "placeholder":
@@ -115,15 +114,14 @@ def _run(
 
 
 def _subgraph_of(before: Any, subgraph: torch.fx.GraphModule, *operands: Any) -> Any:
-    """Run the subgraph of a ``control_deps`` node. The interpreter calls this function instead of ``control_deps``,
-    because some torch versions have no kernel for ``control_deps``. The order that ``control_deps`` demands is the
-    order of the nodes, in which the interpreter runs them anyway."""
+    """Run the subgraph of a ``control_deps`` node, because some torch versions have no kernel for ``control_deps``. The
+    nodes already run in the order that ``control_deps`` demands."""
     nodes = list(subgraph.graph.nodes)
     return _run(subgraph, nodes, _read_last(nodes), iter(operands))
 
 
 def _number(function: Callable[..., Any]) -> Callable[..., int]:
-    """Wrap ``function`` in a function that has a name, because a printed graph shows the names of its functions."""
+    """Give ``function`` a name, because a printed graph shows the names of its functions."""
 
     def number(*numbers: int) -> int:
         return int(function(*numbers))
@@ -132,8 +130,8 @@ def _number(function: Callable[..., Any]) -> Callable[..., int]:
 
 
 def _bind_symbols(gm: torch.fx.GraphModule) -> None:
-    """Replace each symbolic size in the nodes' arguments by a node that computes the size. Inductor can print a symbol
-    into its code, but a node that runs by itself needs a number."""
+    """Replace each symbolic size in the nodes' arguments by a node that computes it. A node that runs by itself needs a
+    number."""
     import sympy
 
     symbols = {

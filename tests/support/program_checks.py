@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles random programs with overlap on one rank of a group, and compares them with the uncompiled programs."""
+"""Compiles random programs with overlap on one rank, and compares them with the uncompiled programs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.uneven_programs import UnevenProgram
 def check(
     rank: int, world_size: int, kind: type[Program], seeds: list[int], fields: dict[str, Any], trains: bool
 ) -> tuple[list[str], dict[str, int]]:
-    """Run programs of ``kind`` in fp64, in which rounding cannot hide a wrong element. Returns the problems on this
-    rank and the number of overlapped sites by pattern."""
+    """Run programs of ``kind`` in fp64, where rounding cannot hide a wrong element. Returns the problems on this rank
+    and the number of overlapped sites by pattern."""
     compile_anew()
     problems, overlapped = [], Counter[str]()
     for seed in seeds:
@@ -58,9 +58,13 @@ def problems_of(program: Program, rank: int, backend: Any) -> list[str]:
 def check_uneven(
     rank: int, world_size: int, seeds: list[int], fields: dict[str, Any], trains: bool
 ) -> tuple[list[str], dict[str, int], int, int]:
-    """Returns four values: the problems on this rank, the number of overlapped sites by pattern, and two counts of
-    programs. The first counts programs that ran without overlap because ranks differed. The second counts programs
-    whose text or inputs differ between ranks."""
+    """Run uneven programs. Returns:
+
+    - the problems on this rank;
+    - the number of overlapped sites by pattern;
+    - the number of programs that ran without overlap because ranks differed;
+    - the number of programs whose text or inputs differ between ranks.
+    """
     compile_anew()
     problems, overlapped, fell_back, differ = [], Counter[str](), 0, 0
     for seed in seeds:

@@ -2,8 +2,8 @@
 """Draws random programs of matmuls, collectives of one group, and ops between them. A program is the source text of a
 function.
 
-A step makes one tensor from earlier ones. If the drawn op does not fit, the step makes no tensor. After a gather or a
-matmul, steps that complete a site are drawn more often than others. All ranks draw the same program.
+A step makes one tensor from earlier ones, or none if the drawn op does not fit. After a gather or a matmul, steps that
+complete a site are drawn more often. All ranks draw the same program.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ BEHIND = {
 
 @dataclass
 class Program:
-    """A random program. Most sizes are multiples of ``unit``. ``most_elements`` limits the elements of a tensor. With
-    ``trains``, the program has no all-reduces and no reduce-scatters that average, because these have no gradient in
-    eager PyTorch."""
+    """A random program. Most sizes are multiples of ``unit``. ``most_elements`` limits a tensor's elements. With
+    ``trains``, the program has no all-reduces and no averages, which have no gradient in eager PyTorch."""
 
     seed: int
     world_size: int
@@ -55,8 +54,8 @@ class Program:
     anything: ClassVar[list[str]] = ANYTHING
     """Names of the steps to draw from by default."""
     behind: ClassVar[dict[str, list[str]]] = BEHIND
-    """``{text: names of steps}``. After a line that contains the text, most steps are drawn from these names. If a line
-    contains several of the texts, the first one in the dict counts."""
+    """``{text: names of steps}``. After a line with the text, most steps are drawn from these names. The first text
+    counts."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -272,8 +271,8 @@ class _Contiguous(torch.autograd.Function):
 
 
 def _trained(kind: str) -> Any:
-    """The variant of the collective ``kind`` that has a gradient. From torch 2.13 on, its name contains ``_single_``.
-    In earlier versions, the name of a gather or of a reduce-scatter contains ``_tensor_`` instead."""
+    """The variant of the collective ``kind`` that has a gradient. Before torch 2.13, a gather or reduce-scatter has
+    another name."""
     return getattr(funcol, f"{kind}_single_autograd", None) or getattr(funcol, f"{kind}_tensor_autograd")
 
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forks the process of the tests, once, into the process from which warm ranks are forked.
 
-``multiprocessing`` would start this process as a new interpreter. The new interpreter would import torch, Inductor and
-the models' libraries again, which takes six seconds and more of processor time. Each rank would import its test's
-module, too. In a fork of the process that has collected the tests, all these modules are already imported.
-
-All workers of one run of pytest have collected the same tests, so they share one such process."""
+``multiprocessing`` would start a new interpreter, which takes six seconds and more for imports. The fork has imported
+torch, the models' libraries and the tests already. All workers of one run of pytest have collected the same tests, so
+they share one such process.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ def fork_server() -> None:
     after all tests are collected and before one runs: a test may start threads, which a fork does not have. The server
     ends when all workers have ended.
 
-    The server imports modules only when a first rank is started, because some runs start no rank. If the server is
-    running, or has been started by ``multiprocessing``, nothing is done."""
+    The server imports modules when a first rank is started. If a server is running, nothing is done.
+    """
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         return

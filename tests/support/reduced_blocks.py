@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel blocks with an all-reduce after their last matmul, written by hand or with DTensor. The cases compile
-and train the blocks as users do. ``CASES`` names the cases.
+"""Tensor-parallel blocks with an all-reduce after their last matmul, by hand or by DTensor, compiled and trained as
+users do.
 
-A case builds a computation for ``with_and_without.compared``. The computation takes a backend and returns named
+A case of ``CASES`` builds a computation for ``with_and_without.compared``. It takes a backend and returns named
 results: outputs, losses and gradients.
 """
 
@@ -33,8 +33,7 @@ Compiled = Callable[..., torch.Tensor]
 
 
 class _Enter(torch.autograd.Function):
-    """The input of matmuls whose weights are cut by columns. Forward does nothing. Backward sums the gradient over the
-    ranks."""
+    """The input of matmuls whose weights are cut by columns. Backward sums the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -46,8 +45,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The result of a matmul whose weight is cut by rows. Forward sums the result over the ranks. Backward does
-    nothing."""
+    """The result of a matmul whose weight is cut by rows. Forward sums it over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +61,7 @@ class Half(nn.Module):
 
     def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
         super().__init__()
-        # The weights are shards, so each rank has its own. The parameters of the norm are the same on all ranks.
+        # The weights are shards, so each rank has its own. The norm's parameters are equal on all ranks.
         own = torch.Generator().manual_seed(1 + dist.get_rank())
         self.norm, self.dropout = norm, dropout
         self.up = nn.Parameter(torch.randn(HIDDEN, INNER, generator=own) / 4)
@@ -104,7 +102,7 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _step(called: Compiled, model: nn.Module, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Forward and backward of each input in turn. The gradients of the parameters accumulate over the inputs."""
+    """Forward and backward of each input in turn. The parameters' gradients accumulate."""
     found = {}
     for number, x in enumerate(inputs):
         x.grad, out = None, called(x)
@@ -137,7 +135,7 @@ def _autocast() -> Computation:
 
 
 def _each_compiled() -> Computation:
-    """Each layer consists of two halves and is compiled by itself."""
+    """Each layer has two halves and is compiled by itself."""
 
     def computation(backend: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)

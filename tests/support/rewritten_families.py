@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Hugging Face models whose all-reduces the sequence-parallel rewrite replaces, and compares their results
-with those of the whole models in fp64. One job checks several models."""
+"""Compiles Hugging Face models whose all-reduces the sequence-parallel rewrite replaces, and compares them with the
+whole models in fp64."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Case:
 
     Attributes:
         family: a key of ``hugging_face.FAMILIES``.
-        all_reduces: the number of all-reduces in the model's graphs as written. All of them must be rewritten.
+        all_reduces: the number of all-reduces in the graphs as written. All must be rewritten.
         overlapped: the number of sites that must be overlapped.
         shape: batch and tokens.
         trains: compare gradients, too.
-        generated: run Inductor's code, without C++ kernels. If not set, an interpreter runs the rewritten graphs.
+        generated: run Inductor's code, without C++ kernels. Otherwise an interpreter runs the rewritten graphs.
     """
 
     family: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention to keys and values that ranks pass on step by step: torch's ring attention, and a ring written by hand.
 
-Each rank has the queries, keys and values of its own tokens, ``[batch, heads, own tokens, width]``, and returns the
-attention of its queries to the keys of all ranks.
+Each rank has the queries, keys and values of its own tokens: ``[batch, heads, own tokens, width]``. It returns the
+attention of its queries to all keys.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @contextmanager
 def rotation(method: str, balanced: bool) -> Iterator[None]:
-    """``method``: ``alltoall`` or ``allgather``. ``balanced``: whether each rank has a piece of the sequence's first
-    half and one of its second half. Then all ranks have equal work in causal attention."""
+    """``method``: ``alltoall`` or ``allgather``. ``balanced``: each rank has a piece of the sequence's first half and a
+    piece of its second half. So causal attention gives all ranks equal work."""
     before = theirs._cp_options.rotate_method, theirs._cp_options.enable_load_balance
     theirs.set_rotate_method(method)
     theirs._cp_options.enable_load_balance = balanced
@@ -32,15 +32,15 @@ def rotation(method: str, balanced: bool) -> Iterator[None]:
 
 
 def torch_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> torch.Tensor:
-    """The ring that torch's ``context_parallel`` runs in place of attention. (``context_parallel`` replaces only CUDA's
-    ops, so the ring is called directly here.)"""
+    """The ring that torch's ``context_parallel`` runs in place of attention. ``context_parallel`` replaces only CUDA's
+    ops, so the ring is called directly."""
     found: torch.Tensor = theirs._templated_ring_attention(dist.group.WORLD, 2, OP, q, k, v, is_causal=causal)[0]
     return found
 
 
 def token_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> torch.Tensor:
-    """A ring written by hand without thought for overlap. Keys and values travel in separate exchanges. Each exchange
-    is written after the attention that could hide it."""
+    """A ring without thought for overlap. Keys and values travel apart. Each exchange is written after the attention
+    that could hide it."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     following = [*range(1, ranks), 0]
     out, log_sum_exp = OP(q, k, v, 0.0, causal)

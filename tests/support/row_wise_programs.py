@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs with row-wise ops between a matmul and a collective, and programs with batched or int8 matmuls. A row-wise
-op can be computed on any part of the rows. Each program is a function of fp64 tensors."""
+"""Programs with row-wise ops between a matmul and a collective, or with batched or int8 matmuls. A row-wise op can be
+computed on any part of the rows. Each program is a function of fp64 tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def int8(x: torch.Tensor) -> torch.Tensor:
 
 
 def trained_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The experts' matmuls, their sum and the sum's reduce-scatter. The function has a backward."""
+    """The experts' matmuls, their sum and its reduce-scatter, with a backward."""
     return ScatterTokens.apply((x.relu() @ w).sum(0), 0, world())
 
 
@@ -50,13 +50,13 @@ def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def trained_norm(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A layer that gathers its input before the norm. The function has a backward."""
+    """A layer that gathers its input before the norm, with a backward."""
     hidden = F.silu(rms(GatherTokens.apply(x, 1, world()), g) @ w)
     return ScatterTokens.apply(hidden @ v, 1, world())
 
 
-# name: (function, world size -> shapes of the function's inputs, (pattern, the "kind role" of each matmul, sorted))
-# A role is the matmul's dim that is cut: M, N, K, or B for a batch.
+# name: (function, world size -> input shapes, (pattern, sorted "kind role" of the matmuls)) A role is the matmul's dim
+# that is cut: M, N, K, or B for a batch.
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expected]] = {
     "rms norm": (lambda x, g, w: rms(gather(x), g) @ w, lambda n: [(4, 16), (16,), (16, 6)], (GATHER, ["mm M"])),
     "rms norm of a sequence": (
@@ -289,9 +289,8 @@ OWN = {
     "a scalar bias, scattered",
     "a scalar bias, gathered",
 }
-"""Programs that no looping op can compute. In the first two, the scale may differ between ranks. A looping op would
-multiply rows by the sender's scale before it sends them, but each receiver must use its own scale. In the other
-three, the bias is a scalar, and the looping ops accept only a row or a whole matrix as bias."""
+"""Programs that no looping op can compute. In the first two, the scale may differ between ranks. Each receiver must use
+its own scale, but a looping op would use the sender's. In the other three, the bias is a scalar."""
 
 
 def arguments(name: str, world_size: int, generator: torch.Generator) -> list[torch.Tensor]:

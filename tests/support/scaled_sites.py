@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites of fp8 matmuls, written as in models. With fp8 inputs, each function calls ``_scaled_mm``. With fp64 inputs,
-the same function computes the reference."""
+"""Sites of fp8 matmuls, written as in models. With fp8 inputs, each function calls ``_scaled_mm``. With fp64 inputs, it
+computes the reference."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def multiply(
     bias: torch.Tensor | None = None,
     fast: bool = False,
 ) -> torch.Tensor:
-    """``(x * a) @ (w * b) + bias`` with scales ``a`` and ``b``, in bf16, or in fp64 if ``x`` is fp64. ``fast``: whether
-    ``_scaled_mm`` uses fast accumulation."""
+    """``(x * a) @ (w * b) + bias`` with scales ``a`` and ``b``, in bf16, or in fp64 if ``x`` is fp64. ``fast``: use
+    fast accumulation."""
     if x.dtype == torch.float64:
         exact = (x @ w) * a * b
         return exact if bias is None else exact + bias
@@ -48,7 +48,7 @@ def gather_bytes(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
 def quantised(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``y [rows, columns]`` divided by a scale for each row and rounded to fp8, and the scales ``[rows, 1]`` in fp32.
-    Both are returned in fp64 if ``y`` is fp64."""
+    Both are fp64 if ``y`` is fp64."""
     scale = y.abs().amax(1, keepdim=True).float() / LARGEST
     rounded = (y / scale).to(FP8)
     return rounded.to(y.dtype) if y.dtype == torch.float64 else rounded, scale.to(

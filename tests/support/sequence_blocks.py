@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions with the layers of tensor-parallel models, as common frameworks write them: matmuls with a rank's shards,
-and all-reduces. ``BLOCKS`` names each function and makes its inputs for any number of ranks."""
+and all-reduces. ``BLOCKS`` makes their inputs for any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from tests.support.spellings import world
 
 Make = Callable[[int], tuple[torch.Tensor, ...]]
 H, OWN, VOCABULARY, HEADS = 16, 8, 32, 2
-"""``H``: the hidden size. ``OWN``: the number of features that a rank has in a column-wise layer. ``VOCABULARY``: the
-size of the vocabulary. ``HEADS``: the number of a rank's heads."""
+"""The hidden size, a rank's features in a column-wise layer, the size of the vocabulary, and a rank's heads."""
 
 
 class ReduceForward(torch.autograd.Function):
-    """The result of a row-wise layer. Forward all-reduces. Backward does nothing."""
+    """The result of a row-wise layer. Forward all-reduces."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -32,7 +31,7 @@ class ReduceForward(torch.autograd.Function):
 
 
 class ReduceBackward(torch.autograd.Function):
-    """The input of a column-wise layer. Forward does nothing. Backward all-reduces."""
+    """The input of a column-wise layer. Backward all-reduces."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -48,13 +47,13 @@ def reduced(x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The norm as Hugging Face writes it. It computes in fp32 for any dtype of ``x``."""
+    """The norm as Hugging Face writes it. It computes in fp32."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def attention(x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
-    """The rank's partial sum of the attention layer's result. The caller all-reduces it."""
+    """The rank's partial sum of the attention layer's result."""
     batch, length, _ = x.shape
     heads = [(x @ w).view(batch, length, HEADS, OWN // HEADS).transpose(1, 2) for w in (q, k, v)]
     scores = (heads[0] @ heads[1].transpose(2, 3)).softmax(-1)
@@ -66,8 +65,7 @@ def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tenso
 
 
 def llama(ids: torch.Tensor, table: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-    """A pre-norm model, from the embedding to the head. Each rank's embeddings are partial sums, which an all-reduce
-    adds."""
+    """A pre-norm model, from the embedding to the head. Each rank's embeddings are partial sums."""
     x = reduced(F.embedding(ids, table))
     x = x + reduced(attention(rms_norm(x, w[0]), *w[1:5]))
     x = x + reduced(mlp(rms_norm(x, w[5]), *w[6:9]))
@@ -88,7 +86,7 @@ def layer_norm(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *w: torch.
 
 
 def positions(ids: torch.Tensor, table: torch.Tensor, places: torch.Tensor, w: torch.Tensor, up: torch.Tensor) -> Any:
-    """Learned position embeddings, one for each place of a sequence, added to each sequence of the batch."""
+    """Learned position embeddings, one for each place of a sequence."""
     x = reduced(F.embedding(ids, table)) + places[: ids.shape[1]]
     return rms_norm(x, w) @ up
 
@@ -100,21 +98,21 @@ def post_norm(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *w: torch.T
 
 
 def parallel(x: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-    """Cohere: attention and MLP read the same norm. Their results are added to the residual one after the other."""
+    """Cohere: attention and MLP read one norm. Their results are added to the residual one after the other."""
     n = rms_norm(x, w[0])
     x = x + reduced(attention(n, *w[1:5])) + reduced(mlp(n, *w[5:8]))
     return rms_norm(x, w[8]) @ w[9]
 
 
 def parallel_summed(x: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-    """Phi: the results of attention and MLP are added to each other first, and then to the residual."""
+    """Phi: the results of attention and MLP are added first, and then added to the residual."""
     n = rms_norm(x, w[0])
     x = (reduced(attention(n, *w[1:5])) + reduced(mlp(n, *w[5:8]))) + x
     return rms_norm(x, w[8]) @ w[9]
 
 
 def router(x: torch.Tensor, w: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """A mixture of experts. All ranks hold the whole weight of the router's matmul."""
+    """A mixture of experts. All ranks hold the whole weight of the router."""
     x = x + reduced(x @ up[0] @ down[0])
     n = rms_norm(x, w)
     shares = (n @ gate).float().softmax(-1).to(x.dtype)
@@ -128,7 +126,7 @@ def one_layer(x: torch.Tensor, first: torch.Tensor, w: torch.Tensor, up: torch.T
 
 
 def quantised(x: torch.Tensor, first: torch.Tensor, w: torch.Tensor, up: torch.Tensor, scale: torch.Tensor) -> Any:
-    """Before the matmul, the activations are quantised to fp8 with one scale for all tokens."""
+    """The activations are quantised to fp8 with one scale for all tokens."""
     x = x + reduced(x @ first)
     n = rms_norm(x, w)
     largest = (n.abs().amax().float() / 448.0).clamp(min=1e-12)
@@ -184,5 +182,4 @@ BLOCKS: dict[str, tuple[Callable[..., Any], Make]] = {
 
 
 def file_of(name: str) -> str:
-    """The golden file of the block ``name``."""
     return f"sequence/{name.replace(' ', '_')}.txt"

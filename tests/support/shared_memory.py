@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symmetric memory without GPUs, for sites that run in Triton's interpreter. The memory consists of files that all
-processes of a machine map."""
+"""Symmetric memory without GPUs, for sites in Triton's interpreter: files that all processes of a machine map."""
 
 from __future__ import annotations
 
@@ -50,6 +49,6 @@ def use_shared_memory(folder: str) -> None:
 
     symmetric.allocate = allocate
     symmetric.why_no_symmetric_memory = reachable
-    # ``TILE_BYTES`` is the size of the smallest tile: here 16 rows of 8 elements of two bytes, on GPUs 128 such rows.
+    # The size of the smallest tile: here 16 rows of 8 elements of two bytes, on GPUs 128 such rows.
     arena.TILE_BYTES = 256
     fused_plan.TUNED = dict.fromkeys(fused_plan.TUNED, SMALL)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a graph on all ranks of one group in one process. Each node runs on every rank before the next node runs.
 
-A collective reads the values of all ranks, so it needs no process group that moves data. Ops that ask for the rank get
-the simulated rank. The inputs may have other sizes than the example with which the graph was built. The values of
-symbols are read from the inputs.
+A collective reads the values of all ranks. Ops that ask for the rank get the simulated rank. The inputs may have other
+sizes than the graph's example. The values of symbols are read from the inputs.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ Results = list[list[Any]]
 
 
 def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[torch.Tensor]]) -> Results:
-    """Run ``graph`` and return its results on each rank. ``inputs``: for each rank, the values of the graph's
-    placeholders."""
+    """Run ``graph`` and return its results on each rank. ``inputs``: for each rank, the values of the placeholders."""
     values: list[dict[fx.Node, Any]] = [{} for _ in inputs]
     symbols: dict[Any, int] = {}
     feeds = [iter(tensors) for tensors in inputs]
@@ -40,8 +38,8 @@ def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[torch.Tensor]]) -> R
 
 
 def _symbols(node: fx.Node, value: Any) -> dict[Any, int]:
-    """Reads the numbers of symbols from ``value``, the value of the placeholder ``node``. If ``value`` is a tensor, the
-    symbols are sizes of the tensor. Otherwise ``node`` itself is a symbol."""
+    """The numbers of symbols, read from ``value``, the value of the placeholder ``node``. Symbols are sizes of a
+    tensor, or ``node`` itself is a symbol."""
     fake = node.meta["val"]
     if not isinstance(fake, torch.Tensor):
         return {fake.node.expr: value}

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways in which frameworks spell a matmul beside a collective: functions, with inputs for any number of ranks.
 
-Each spelling has a letter, which tests and golden files name. (Three letters have no entry in ``SPELLINGS``. K and L
-are in ``exchange_spellings``. O is the case ``dgrad and wgrad on one gather`` of ``ring_cases``.) The diagrams below
-show the spellings as nodes of Inductor's post-grad graph. ``gather``, ``scatter`` and ``reduce`` are the collectives
-``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``all_reduce``. ``[view]`` is a reshape that may be there, and
+Each spelling has a letter, which tests and golden files name. K and L are in ``exchange_spellings``. O is a case of
+``ring_cases``. The diagrams show nodes of Inductor's post-grad graph. ``gather``, ``scatter`` and ``reduce`` are the
+collectives ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``all_reduce``. ``[view]`` is an optional reshape.
 ``W`` is the number of ranks.
 
-A. Gather on dim 0, as functional collectives and DTensor write it if tokens are the first dim. ::
+A. Gather on dim 0, if tokens are the first dim. ::
 
        gather(x) -> wait -> [view] -> mm -> [view]
 
@@ -16,16 +15,15 @@ B. Gather on another dim, as in sequence parallelism of ``[batch, sequence, hidd
 
        gather(x) -> wait -> split -> W getitems -> cat on dim d -> [view] -> mm
 
-C. As B, where every dim before ``d`` is 1 (batch 1): torch reorders the result by a view, without a copy. ::
+C. B with batch 1: torch reorders the result by a view. ::
 
        gather(x) -> wait -> view [1, W * s, h] -> [view] -> mm
 
-D. As B, but sizes are known at run time only (unbacked), so torch writes slices instead of a split. ::
+D. B with sizes that are known at run time only (unbacked): torch writes slices instead of a split. ::
 
        gather(x) -> wait -> W slices -> cat on dim d [-> slice] -> mm
 
-E. Shards of different sizes, as DTensor writes them: ranks pad the shards that are too small, and all ranks drop the
-   padding. ::
+E. Shards of different sizes in DTensor: ranks pad small shards, and all ranks drop the padding. ::
 
        constant_pad_nd -> gather -> wait -> slice -> mm
 
@@ -41,8 +39,7 @@ H. Scatter on another dim, the counterpart of B. ::
 
        mm -> [view] -> split on dim d -> W getitems -> cat on dim 0 -> scatter(y) -> wait
 
-I. Scatter whose collective and wait are both outputs of the graph: the partitioner saved the collective for backward.
-::
+I. Scatter whose collective and wait are both outputs: the partitioner saved the collective for backward. ::
 
        mm -> scatter(y) -> wait
              scatter(y) -> output
@@ -51,7 +48,7 @@ J. All-reduce: row-wise layers without sequence parallelism (Hugging Face ``tp_p
 
        mm -> [view] -> reduce(y) -> wait
 
-K. The change of a DTensor from ``Shard(i)`` to ``Shard(j)``. DTensor has an operator for it. ::
+K. The change of a DTensor from ``Shard(i)`` to ``Shard(j)``. ::
 
        mm -> _dtensor.shard_dim_alltoall(y, i, j)
 
@@ -67,8 +64,8 @@ N. One gather that several matmuls read (q, k, v; gate, up). The gathered tensor
 
        gather(x) -> wait -> mm, mm, output
 
-O. Backward of a row-wise layer: the gathered gradient is multiplied by the weight (dgrad, gathered on M) and contracted
-   with the activations (wgrad, gathered on K). ::
+O. Backward of a row-wise layer. The gathered gradient is multiplied by the weight (dgrad, gathered on M),
+   and contracted with the activations (wgrad, gathered on K). ::
 
        gather(dy) -> wait -> mm(dy, w.t()), mm(x.t(), dy)
 
@@ -156,7 +153,7 @@ def unbacked(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def in_slices(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """A gather on dim 1, as torch writes it if the sizes of the pieces are not known at compile time."""
+    """A gather on dim 1, as torch writes it if the sizes of the pieces are unknown at compile time."""
     gathered, rows = all_gather(x, 0, world()), x.shape[0]
     return torch.cat([gathered[i * rows : (i + 1) * rows] for i in range(world().size())], 1) @ w
 
@@ -294,7 +291,7 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
     "P all_reduce": (in_place_reduce, (x2, weight), (REDUCE, None, ["mm M"])),
 }
 
-# In each of these spellings, the site is refused or the collective is a near miss, so the graph stays unchanged.
+# In each of these spellings, the site is refused or the collective is a near miss.
 KEPT: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "D of unbacked sizes": (
         lambda x, w: all_gather(x, 0, world()) @ w,

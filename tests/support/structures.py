@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions with different ops around a site: ops that compute the collective's input, and ops that read its result."""
+"""Functions with different ops around a site, before the collective or after it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GatheredWeight(torch.nn.Module):
 
 
 def matmuls_saved() -> Any:
-    """Selective checkpointing: forward saves the results of matmuls, and backward recomputes everything else."""
+    """Selective checkpointing: forward saves only the results of matmuls."""
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
@@ -88,7 +88,7 @@ def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, b: torch.Tensor
 
 def sum_of_experts(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """A mixture of experts: each rank computes the part of its own experts, and an all-reduce sums the parts. Ids above
-    the last own expert's id belong to experts of other ranks."""
+    the last own expert's id belong to other ranks."""
     experts, chosen = w.shape[0], ids.shape[1]
     ordered, order = torch.sort(ids.reshape(-1))
     ends = torch.histc(ordered.float(), bins=experts, min=0, max=experts - 1).cumsum(0, dtype=torch.int32)
@@ -100,14 +100,13 @@ def sum_of_experts(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, shares: 
 
 
 def uneven_parts(rows: int) -> tuple[list[int], list[int]]:
-    """``(sizes of the parts that a rank receives, sizes of the parts that it sends)`` in an all-to-all. The rank
-    receives all rows from the first rank and sends all rows to the first rank."""
+    """``(sizes of received parts, sizes of sent parts)`` of an all-to-all in which a rank exchanges all rows with the
+    first rank."""
     sizes = [rows] + [0] * (dist.get_world_size() - 1)
     return sizes, sizes
 
 
-# Each name describes the ops around the site. Functions with "trained" in their name have a forward and a backward
-# graph.
+# A name describes the ops around the site. Functions with "trained" in the name have a forward and a backward graph.
 STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "one gather feeds matmuls of every kind": (of_every_kind, (x2, weight, bias, lambda w: torch.randn(5, 16))),
     "gathered tensor used elsewhere": (used_elsewhere, (x2, weight)),

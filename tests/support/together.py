@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles small functions together, as one graph. One compile of eight functions takes two thirds of the time that
-eight compiles take."""
+"""Compiles small functions together, as one graph. Eight functions take two thirds of the time of eight compiles."""
 
 from __future__ import annotations
 
@@ -31,9 +30,9 @@ def batches(names: Iterable[str]) -> Iterator[list[str]]:
 def run_together(
     functions: Sequence[Callable[..., Any]], inputs: Sequence[Sequence[torch.Tensor]], generated: bool, **fields: Any
 ) -> tuple[list[Any], OverlapReport]:
-    """Returns the result of each function for its inputs, computed with schedule ``ring``, and the report of the graph
-    that holds all functions. With ``generated``, Inductor's code runs. Otherwise the rewritten graph is interpreted.
-    ``fields`` are fields of ``OverlapConfig``."""
+    """The result of each function for its inputs, with schedule ``ring``, and the report of the graph that holds all
+    functions. With ``generated``, Inductor's code runs. Otherwise the rewritten graph is interpreted. ``fields`` are
+    fields of ``OverlapConfig``."""
     import overlap_inductor
 
     torch._dynamo.reset()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds graphs in which token-wise ops follow all-reduces. Checks, rank by rank, that the
-sequence-parallel rewrite of such a graph does not change its results."""
+"""Graphs of token-wise ops after all-reduces, and a check that the sequence-parallel rewrite keeps their results."""
 
 from __future__ import annotations
 
@@ -41,12 +40,11 @@ class TokenGraph(HandGraph):
         return node
 
     def tokens(self, *shape: int, dynamic: Any = ()) -> fx.Node:
-        """The result of an all-reduce, of shape ``shape``. The last dim holds the features, and the other dims are
-        tokens."""
+        """The result of an all-reduce, of shape ``shape``: the last dim holds features, the others are tokens."""
         return self.reduce(self.shard(*shape, dynamic=dynamic))
 
     def op(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
-        """Call the operator ``aten.<name>``. A name is, for example, ``mul.Tensor``."""
+        """Call the operator ``aten.<name>``, for example ``mul.Tensor``."""
         packet, overload = name.split(".")
         return self.call(getattr(getattr(aten, packet), overload), *args, **kwargs)
 
@@ -54,8 +52,8 @@ class TokenGraph(HandGraph):
         return RowFinder(self.graph).run()
 
     def values(self, seed: int = 0, sizes: dict[int, int] | None = None) -> list[list[torch.Tensor]]:
-        """Random values of the inputs for each rank. ``sizes`` maps the example size of a dynamic dim to the dim's
-        size in these values."""
+        """Random values of the inputs for each rank. ``sizes`` maps the example size of a dynamic dim to its size
+        here."""
         chance = torch.Generator().manual_seed(seed)
         feeds: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
         for node in self.graph.find_nodes(op="placeholder"):
@@ -70,8 +68,7 @@ class TokenGraph(HandGraph):
 
 
 def check_rewrite(made: TokenGraph, seed: int = 0, sizes: dict[int, int] | None = None) -> list[StretchFacts]:
-    """Rewrite the graph. Fail if a result on any rank differs from the result of the graph as written. Returns the
-    facts of the stretches."""
+    """Rewrite the graph. Fail if a result on any rank changes. Returns the facts of the stretches."""
     feeds = made.values(seed, sizes)
     expected = run_on_ranks(made.graph, feeds)
     facts = made.divide(schedule="ring")

@@ -2,8 +2,7 @@
 """Small torchtitan models, sharded by torchtitan's own functions: tensor parallel with sequence parallel, loss
 parallel, and a mesh of two dims.
 
-torchtitan is not a dependency of the tests. Its release 0.2.2 runs with the torch that is supported here. Install it so
-that ``import torchtitan`` finds it::
+torchtitan is not a dependency of the tests. Its release 0.2.2 runs with the torch that is supported here::
 
     pip install --no-deps --target <folder> torchtitan==0.2.2 tyro docstring_parser typeguard torchdata einops \\
         datasets tokenizers tensorboard protobuf absl-py pyarrow dill xxhash multiprocess pandas grpcio markdown \\
@@ -29,7 +28,7 @@ from tests.support import with_and_without
 MODELS = ("llama3", "qwen3", "qwen3_moe", "deepseek_v3")
 TOKENS = 12
 VOCABULARY = 101
-"""The size of the vocabulary. It is not a multiple of 2 or 3."""
+"""The size of the vocabulary, which is not a multiple of 2 or 3."""
 MLPS = {"even": 48, "odd": 53}
 
 
@@ -40,7 +39,7 @@ def _arguments(name: str, world_size: int, mlp: int) -> Any:
     if name == "llama3":
         from torchtitan.models.llama3 import TransformerModelArgs
 
-        # (The MLP's width is 8/3 of ``dim``, rounded up to a multiple of ``multiple_of``.)
+        # The MLP's width is 8/3 of ``dim``, rounded up to a multiple of ``multiple_of``.
         return TransformerModelArgs(dim=8 * heads, n_kv_heads=world_size, multiple_of=4 * mlp, **shared)
     from torchtitan.models.moe import MoEArgs
 
@@ -84,10 +83,11 @@ def _classes(name: str) -> tuple[Any, Any]:
 def row_of(
     rank: int, world_size: int, name: str, tp: int, per_block: bool, parallel_loss: bool, mlp: str, generated: bool
 ) -> dict[str, Any]:
-    """One rank's row of the sweep's table. The model runs eagerly, compiled without overlap, and compiled with overlap,
-    and the losses and gradients are compared. Groups of ``tp`` ranks are tensor parallel. The other dim of the mesh is
-    data parallel (FSDP, if ``per_block``). ``per_block``: compile each block, as torchtitan does, instead of the whole
-    model."""
+    """One rank's row of the sweep's table: losses and gradients, eagerly, compiled without and with overlap.
+
+    Groups of ``tp`` ranks are tensor parallel. The mesh's other dim is data parallel (FSDP, if ``per_block``).
+    ``per_block``: compile each block, as torchtitan does, instead of the whole model.
+    """
 
     def build() -> Callable[[Any], dict[str, torch.Tensor]]:
         from torchtitan.config import JobConfig
@@ -128,7 +128,7 @@ def row_of(
                 if hasattr(module, "sdpa_backends"):
                     _attend_locally(module)
                 if isinstance(module, FSDPModule):
-                    # (Gloo has no sum that also scales its result.)
+                    # Gloo has no sum that also scales its result.
                     module.set_force_sum_reduction_for_comms(True)
             called = model if per_block or backend == "eager" else torch.compile(model, backend=backend)
             if not parallel_loss:
@@ -138,7 +138,7 @@ def row_of(
                 with loss_parallel():
                     loss = _loss(called(ids), labels)
                     loss.backward()
-            # (``torch.compile`` adds ``_orig_mod`` to the names in a compiled block.)
+            # ``torch.compile`` adds ``_orig_mod`` to the names in a compiled block.
             named = ((n.replace("._orig_mod", ""), p) for n, p in model.named_parameters())
             gradients = {n: p.grad for n, p in named if p.grad is not None}
             if world_size > tp and not per_block:
@@ -155,13 +155,13 @@ _HISTC = torch.histc
 
 
 def _histc(x: torch.Tensor, **keywords: Any) -> torch.Tensor:
-    """``histc`` for integers, too. PyTorch does not implement it for integers on CPUs."""
+    """``histc`` for integers, too, which PyTorch lacks on CPUs."""
     return _HISTC(x.float(), **keywords).to(x.dtype)
 
 
 def _attend_locally(module: Any) -> None:
-    """Run attention on each rank's own shard, because DTensor has no rule for the CPU's attention. The result is the
-    same, because attention computes each batch entry and each head independently."""
+    """Run attention on each rank's own shard, because DTensor has no rule for the CPU's attention. Attention treats
+    batch entries and heads independently, so the result is the same."""
     attend, module.sdpa_backends = module.forward, [SDPBackend.MATH]
 
     def forward(q: Any, k: Any, v: Any, **keywords: Any) -> Any:

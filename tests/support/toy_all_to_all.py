@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An example of a pattern and a schedule from outside the package. The pattern is ``matmul -> cumsum -> all-to-all``.
-The schedule sends the rows to one peer after the other.
-
-::
+"""A pattern and a schedule from outside the package. The pattern is ``matmul -> cumsum -> all-to-all``. ::
 
     y = wait_tensor(all_to_all_single(cumsum(mm(x, w), 1)))          # equal splits of the rows
     ->  y, chain = overlap_toy::cumsum_all_to_all(chain, x, w, group, site)
 
-The package's own patterns do not cut a ``cumsum`` into parts. For each peer, the op computes the rows that the peer
-receives, and sends them while it computes the next peer's rows.
+For each peer, the op computes the rows that the peer receives, and sends them while it computes the next peer's rows.
 """
 
 from __future__ import annotations
@@ -129,8 +125,7 @@ def _exchanged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class CumsumAllToAll:
-    """See ``Pattern``: an all-to-all of equal parts of a matmul's running sums. No other op may read the
-    matmul's result or the running sums."""
+    """See ``Pattern``: an all-to-all of equal parts of a matmul's running sums, which no other op reads."""
 
     name, kind, early = PATTERN, "all_to_all", False
     example = Example(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples of transports from outside the package, one for each protocol. They run on CPUs and count their
-transfers."""
+"""Transports from outside the package, one for each protocol. They run on CPUs and count their transfers."""
 
 from __future__ import annotations
 
@@ -68,8 +67,8 @@ def slot_is_aborted(launch: Launch) -> bool:
 
 @dataclass
 class Pigeons:
-    """An ``Exchanges`` transport: it sends messages on the group's own backend. The sender inverts all bits, and the
-    receiver inverts them back."""
+    """An ``Exchanges`` transport on the group's own backend. The sender inverts all bits, and the receiver inverts them
+    back."""
 
     name: str = "pigeons"
     carried: int = 0

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ulysses attention block, written as diffusers writes it (``TemplatedUlyssesAttention``): every rank has a shard of
-the sequence, with all heads. Before attention, an exchange gives the rank the whole sequence, with some of the heads.
-After attention, a second exchange gives the rank its shard with all heads."""
+"""A Ulysses attention block as diffusers writes it (``TemplatedUlyssesAttention``).
+
+Every rank has a shard of the sequence, with all heads. Before attention, an exchange gives each rank the whole
+sequence, with some heads. After attention, a second exchange gives each rank its shard, with all heads.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,10 @@ class UlyssesAttention(nn.Module):
 
     Args:
         plain: attention is written as two matmuls and a softmax.
-        norm: how q and k are normed before attention. ``heads``: each head by itself (Flux, Qwen-Image). ``rows``: all
-            heads of a token together (Wan). Empty: not at all.
-        rotary: how q and k are rotated by their tokens' places. Two numbers of a head are rotated together. ``halves``:
-            one is in the head's first half, one in the second half (Hugging Face). ``pairs``: the two are neighbours
-            (Flux). Empty: q and k are not rotated.
+        norm: how q and k are normed. ``heads``: each head by itself (Flux, Qwen-Image). ``rows``: all heads of a token
+            together (Wan). Empty: not at all.
+        rotary: how q and k are rotated by their places. ``halves``: a number of a head's first half with one of its
+            second half (Hugging Face). ``pairs``: two neighbours (Flux). Empty: not at all.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ def rotated(x: torch.Tensor, places: torch.Tensor | None, rotary: str) -> torch.
 
 
 def whole(block: UlyssesAttention, hidden_states: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes on one rank, from ``[batch, tokens, hidden]``, what all ranks compute together with exchanges."""
+    """The result of all ranks and their exchanges, computed on one rank from ``[batch, tokens, hidden]``."""
     query, key, value = (x.transpose(1, 2) for x in block.projected(hidden_states, places))
     out = F.scaled_dot_product_attention(query, key, value)
     return block.to_out(out.transpose(1, 2).flatten(2, 3))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small functions with one site each. The functions differ between ranks: in the sizes of shards, in K, or in a bias
-that only one rank has."""
+"""Small functions with one site each that differ between ranks: in the sizes of shards, in K, or by a bias of one
+rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _padded(x: torch.Tensor, dim: int, size: int, value: float = 0.0) -> torch.T
 
 def cases(rank: int, world_size: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
     """``name: (function, input shapes, number of sites that must be overlapped)`` for ``rank``. ``total`` rows or
-    columns are cut into shards of ``chunk`` rows or columns. The rank's own shard has ``mine`` of them."""
+    columns are cut into shards of ``chunk``. The rank's own shard has ``mine``."""
     g, w = dist.group.WORLD, world_size
     chunk, total = 5, 5 * w - 2
     mine = total - chunk * (w - 1) if rank == w - 1 else chunk
@@ -35,7 +35,7 @@ def cases(rank: int, world_size: int) -> dict[str, tuple[Any, list[tuple[int, ..
         return gathered(y, dim)
 
     def scattered(y: torch.Tensor, dim: int, op: str = "sum") -> torch.Tensor:
-        # (The rank drops the padding of its own shard.)
+        # The rank drops the padding of its own shard.
         pieces = [_padded(p, dim, chunk) for p in y.split(chunk, dim)]
         return reduce_scatter(torch.cat(pieces, dim), op, dim, g).narrow(dim, 0, mine)
 

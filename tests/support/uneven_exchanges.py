@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls beside all-to-alls of uneven parts.
 
-With ``by_counts``, as in torchtitan's token dispatcher, the ranks first exchange a tensor with the sizes of the parts.
-So the sizes are unbacked symbols in the graph.
+With ``by_counts``, as in torchtitan's token dispatcher, the ranks first exchange the sizes of the parts. So the sizes
+are unbacked symbols in the graph.
 
 A layer is a function of ``(exchange, x [t, k], w [k, n], v [n, k], bias [n])``. ``exchange(x)`` is the all-to-all;
 ``exchange(x, back=True)`` returns the parts to the ranks that sent them.
@@ -22,8 +22,8 @@ Exchange = Callable[..., torch.Tensor]
 
 
 def by_counts(counts: torch.Tensor) -> Exchange:
-    """An exchange that sends ``counts[r]`` rows to rank r. The ranks exchange the counts first, so each knows how many
-    rows arrive. Tracing needs ``capture_scalar_outputs``."""
+    """An exchange that sends ``counts[r]`` rows to rank r. The ranks exchange the counts first. Tracing needs
+    ``capture_scalar_outputs``."""
     arriving = funcol.wait_tensor(funcol.all_to_all_single(counts, None, None, dist.group.WORLD))
     return by_sizes(counts.tolist(), arriving.tolist())
 
@@ -49,7 +49,7 @@ LAYERS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def layer(name: str, counts: Any, *inputs: torch.Tensor) -> torch.Tensor:
-    """The result of layer ``name``. ``counts``: the tensor that ``by_counts`` takes, or the lists ``(sent, received)``
-    that ``by_sizes`` takes."""
+    """The result of layer ``name``. ``counts``: the tensor for ``by_counts``, or the lists ``(sent, received)`` for
+    ``by_sizes``."""
     exchange = by_counts(counts) if isinstance(counts, torch.Tensor) else by_sizes(*counts)
     return LAYERS[name](exchange, *inputs)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws random programs that differ between ranks. For example, only one rank has a bias, the last rank has a smaller
-K, or ranks pad columns or rows before they send them.
+"""Draws random programs that differ between ranks: a bias on one rank, a smaller K on the last rank, or padding before
+a transfer.
 
-All ranks draw the same decisions and move tensors of the same shape. If the number of ranks does not divide a size, the
-size is split as in DTensor: into pieces of ``ceil(size / world_size)``. The last pieces may be smaller or empty. Before
-a gather, a rank pads its piece to the full size. After the gather, all ranks cut off the padding. Before a
-reduce-scatter, every rank pads the whole tensor. After the reduce-scatter, the last ranks cut off the padding of their
-pieces.
+All ranks draw the same decisions and move tensors of equal shapes. Sizes are split as in DTensor, into pieces of
+``ceil(size / world_size)``. The last pieces may be smaller or empty.
+
+- Gather: a rank pads its piece to the full size. After the gather, all ranks cut off the padding.
+- Reduce-scatter: every rank pads the whole tensor. Afterwards, the last ranks cut off their pieces' padding.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ class UnevenProgram(Program):
     anything: ClassVar[list[str]] = ANYTHING + 2 * UNEVEN
 
     def _line(self, expression: str) -> str:
-        """Add a line whose result may have another shape or other values on other ranks. Steps that are drawn later do
-        not read the result."""
+        """Add a line whose result may differ between ranks in shape or values. Later steps do not read it."""
         name = f"t{len(self.lines)}"
         self.lines.append(f"    {name} = {expression}")
         return name
 
     def _undivided(self) -> int:
-        """Draw a size. Most of the choices are not multiples of the number of ranks."""
+        """Draw a size that mostly is no multiple of the number of ranks."""
         return self.chance.choice(
             [self.world_size + 1, 2 * self.world_size - 1, 2 * self.world_size + 1, 3 * self.world_size + 2, 4]
         )
 
     def _piece(self, total: int) -> tuple[int, int]:
-        """The sizes of this rank's piece and of rank 0's piece, if ``total`` is split."""
+        """The sizes of this rank's and of rank 0's piece of ``total``."""
         full = -(-total // self.world_size)
         return min(full, max(0, total - full * self.rank)), full
 

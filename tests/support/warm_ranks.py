@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does the one-time work of a first compile in the process from which warm ranks are forked.
 
-If torch has GPU support, a backward would start a thread for each device, and no process could be forked afterwards.
-So with such a torch, only a forward runs in this process. Otherwise a backward runs, too.
+With a torch that has GPU support, a backward would start a thread for each device, and no process could be forked. So
+only a forward runs there. Otherwise a backward runs, too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tests.support.interpreted import interpreted
 
 
 def compile_once() -> None:
-    """Compile and run two functions. The first has a site and runs in a fake group. The second has no collective, and
-    plain Inductor compiles it. Then clear counters and reports."""
-    # This process must start no threads. A forked process would not have these threads, but would wait for them.
+    """Compile and run two functions: one with a site, in a fake group, and one without a collective, by plain Inductor.
+    Then clear counters and reports."""
+    # This process must start no threads. A fork would not have them, but would wait for them.
     torch.set_num_threads(1)
     tqdm.tqdm.monitor_interval = 0
-    # If the graph came from a cache, the one-time work would not be done.
+    # With a graph from a cache, the one-time work would not be done.
     caches_off = (
         torch._inductor.config.patch(fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one computation three times on every rank: eagerly, compiled without overlap, and compiled with overlap.
-Compares the results and counts the overlapped sites.
 
 The results with overlap are compared with those of the plain compile. The difference between the plain compile and
-eager PyTorch shows the effect of rounding alone. Results that consist of rounding errors only, for example a gradient
-near zero, cannot be compared.
+eager PyTorch shows the effect of rounding. A result that is only rounding errors, for example a gradient near zero,
+cannot be compared.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from tests.support.interpreted import interpreted
 
 Compiler = Callable[[Any], Any]
 Computation = Callable[[Any], Mapping[str, torch.Tensor]]
-"""A function that takes a backend of ``torch.compile`` (``"eager"`` compiles nothing) and returns named results."""
+"""Takes a backend of ``torch.compile`` (``"eager"`` compiles nothing) and returns named results."""
 
 LIMIT = 1e-4
-"""The largest allowed error of an fp32 result, relative to the result's largest element. If ten times the rounding
-error of the plain compile is more than this, ten times the rounding error is allowed."""
+"""The largest allowed error of an fp32 result, relative to its largest element. Ten times the rounding error of the
+plain compile is also allowed."""
 COMPARABLE = 1e-2
-"""If a result's rounding error in the plain compile is larger than this, the result counts as rounding errors only."""
+"""If a result's rounding error in the plain compile is larger, the result counts as nothing but rounding errors."""
 TIMEOUT = 100.0
 """Seconds that a rank waits for the other ranks' plans."""
 STAGES = ("built", "run eagerly", "compiled without overlap", "overlapped")
@@ -51,15 +50,16 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
 def compared(
     build: Callable[[], Computation], generated: bool = False, close: float | None = None, **fields: Any
 ) -> dict[str, Any]:
-    """Runs the computation that ``build`` makes. Returns this rank's row: the error of the worst result, and counts of
-    sites and reasons. With ``generated``, Inductor's code runs. Otherwise an interpreter runs the rewritten graphs.
-    ``fields`` are fields of ``OverlapConfig``.
+    """Run the computation that ``build`` makes. Returns this rank's row: the error of the worst result, and counts of
+    sites and reasons. If ``build`` or the computation raises, the row holds the error, and ``could_not_be`` names the
+    stage.
 
-    With ``close``, the plain compile comes last. It is left out if, on all ranks, the results with overlap differ from
-    those of eager PyTorch by less than ``close``. The results of eager PyTorch then stand in for those of the plain
-    compile.
-
-    If ``build`` or the computation raises, the row holds the error, and its ``could_not_be`` names the stage."""
+    Args:
+        generated: Inductor's code runs. Otherwise an interpreter runs the rewritten graphs.
+        close: if all ranks' results with overlap differ from eager PyTorch by less than this, the plain compile is
+            left out. Eager PyTorch's results take its place.
+        fields: fields of ``OverlapConfig``.
+    """
     compile_anew()
     heard, reports = Heard(), []
     config = {"schedule": "ring", "agreement_timeout": TIMEOUT, **fields}
@@ -89,8 +89,8 @@ def compared(
 
 
 def _all_ranks_close(found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], close: float) -> bool:
-    """Whether, on every rank, each result is off by less than ``close``. All ranks must call this together, and all get
-    the same answer."""
+    """Whether each result of every rank is off by less than ``close``. All ranks call this together and get one
+    answer."""
     far = found.keys() != exact.keys() or not all(off(found[name], exact[name]) < close for name in exact)
     count = torch.tensor(int(far))
     dist.all_reduce(count)
@@ -124,8 +124,8 @@ def _figures(results: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any
 
 
 def _badness(row: Mapping[str, Any]) -> tuple[int, float]:
-    """A sort key: the row with the largest key is the worst. A wrong result is always worse than a result that consists
-    of rounding errors only."""
+    """A sort key: the row with the largest key is the worst. A wrong result is worse than a result of rounding
+    errors."""
     ratio = row["error"] / max(row["rounding"], LIMIT)
     return (0 if _is_right(row) else 1 if _is_rounding(row) else 2), ratio if ratio == ratio else float("inf")
 
@@ -150,9 +150,8 @@ def _found(reports: Sequence[OverlapReport]) -> dict[str, Any]:
 
 
 def all_reduces(reports: Sequence[OverlapReport]) -> dict[str, Any]:
-    """Counts the all-reduces of all stretches (all-reduces and the token-wise work after them). Returns the number of
-    all-reduces, and how many of them the sequence-parallel rewrite replaced. For the others, returns a count for each
-    status and reason. A stretch with collectives in the forward and in the backward graph counts once."""
+    """Counts of all stretches: the all-reduces, those that the sequence-parallel rewrite replaced, and the others by
+    status and reason. A stretch in the forward and in the backward graph counts once."""
     stretches = {(r.graph, s.id): s for r in reports for s in r.stretches}.values()
     left: Counter[str] = Counter()
     for stretch in stretches:
@@ -166,7 +165,7 @@ def all_reduces(reports: Sequence[OverlapReport]) -> dict[str, Any]:
 
 
 def outcome(rows: Iterable[Any]) -> str:
-    """The outcome of all ranks' rows: ``right``, ``wrong``, ``fell back`` (right, but ran without overlap because ranks
+    """The outcome of all ranks' rows: ``right``, ``wrong``, ``fell back`` (right, but without overlap because ranks
     differed), ``nothing to compare``, ``does not run without overlap`` or ``nothing overlapped``."""
     rows = list(rows)
     if any(not isinstance(r, dict) for r in rows):

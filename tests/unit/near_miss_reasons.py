@@ -167,7 +167,7 @@ def _() -> OverlapReport:
 
 @case("weight_depends_on_collective", "near_miss", "an op that is not row-wise")
 def _() -> OverlapReport:
-    """Each row's maximum is subtracted, but ``max.dim`` is not one of the known row-wise ops."""
+    """Each row's maximum is subtracted, but ``max.dim`` is not a known row-wise op."""
     made = HandGraph()
     gathered = made.gather(made.input(4, 16))
     largest = made.call(getitem, made.call(aten.max.dim, gathered, 1, True), 0)
@@ -178,8 +178,8 @@ def _() -> OverlapReport:
 
 @case("op_between", "near_miss", "a part of the summed tensor")
 def _() -> OverlapReport:
-    """An add reads the sum over the experts, and also the first expert's rows alone. If the sum were computed in
-    pieces, the first expert's rows would be multiplied a second time for the add."""
+    """An add reads the sum over the experts and the first expert's rows. In pieces, these rows would be multiplied
+    twice."""
     made = HandGraph()
     y = made.call(aten.bmm.default, made.input(3, 8, 16), made.input(3, 16, 4, name="w"))
     first = made.call(aten.squeeze.dim, made.call(aten.slice.Tensor, y, 0, 0, 1), 0)
@@ -199,9 +199,11 @@ def grouped(made: HandGraph, x: fx.Node, rows: int) -> fx.Node:
 
 
 def reduced_experts(made: HandGraph, saved: bool) -> OverlapReport:
-    """The experts' results are weighted, put back into the order of the tokens, and summed. With ``saved``, the
-    weighted results are also an output of the graph. Without ``saved``, a running sum of the results over the rows
-    is weighted in place of the results."""
+    """The experts' results are weighted, put back into the order of the tokens, and summed.
+
+    - ``saved``: the weighted results are also an output;
+    - otherwise: a running sum over the rows takes the place of the results.
+    """
     y = grouped(made, made.input(8, 16, dtype=torch.bfloat16), 8)
     if not saved:
         y = made.call(aten.cumsum.default, y, 0)

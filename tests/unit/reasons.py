@@ -16,10 +16,8 @@ WORLD_SIZES = {"world_size_one": 1}
 
 
 def case(code: str, status: str, name: str = "") -> Callable[[Case], Case]:
-    """Register a graph for ``code``. ``status`` is the site's status, or ``near_miss`` if there is no site. For the
-    sequence-parallel rewrite, ``status`` is the word ``stretch`` followed by the status of the stretch, for example
-    ``stretch kept``. A stretch is a set of all-reduces and of token-wise work that is rewritten as a whole or not at
-    all."""
+    """Register a graph for ``code``. ``status``: the site's status, ``near_miss`` if there is no site, or ``stretch``
+    with the status of a stretch, for example ``stretch kept``."""
 
     def register(function: Case) -> Case:
         CASES[f"{code} {name}".strip()] = (code, status, function)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-written reports for tests of the code that shows reports: small ones, large ones, and one whose texts hold
-markup."""
+"""Hand-written reports for tests of the code that shows reports."""
 
 from __future__ import annotations
 
@@ -77,8 +76,8 @@ def llama(layers: int) -> OverlapReport:
 
 
 def block() -> OverlapReport:
-    """One block that was compiled by itself. The block's only site, a gather before two matmuls, is kept. The name of
-    the site's module has no layer number, and all sizes are ints."""
+    """One block that was compiled by itself. Its only site, a gather before two matmuls, is kept. The module's name has
+    no layer number, and all sizes are ints."""
     matmul = Matmul("mm", 2048, 3584, 8192, "float32", role="M")
     gather = SiteFacts("agmm-1", "all_gather_matmul", "feed_forward.w1", ALL_GATHER, (matmul, matmul))
     cost = Reason("too_small", "estimated 140 us as a ring against 95 us as it is (matmul 60, collective 35)")
@@ -131,8 +130,8 @@ PIECES = {
     ),
     "early start": ("attention_all_to_all", "all_to_all", _piece("early_start", None, 720.0)),
 }
-"""``{name: (pattern, kind of the pattern's collective, piece)}``. There is at least one piece for every schedule
-(except ``keep``) and for every route of the ring that these patterns use. One piece is slower than the plain graph."""
+"""``{name: (pattern, kind of the pattern's collective, piece)}``, with every schedule except ``keep`` and every route
+of the ring. One piece is slower than the plain graph."""
 
 
 def every_schedule() -> OverlapReport:
@@ -145,8 +144,7 @@ def every_schedule() -> OverlapReport:
 
 
 def hostile() -> OverlapReport:
-    """The report's names, reasons and notice hold markup, and so does the graph before the pass. A page must show the
-    markup and never run it."""
+    """Names, reasons, notice and the graph before the pass hold markup. A page must show it and never run it."""
     markup = "</script><script>alert('x')</script><img src=https://example.invalid/a.png>"
     report = empty(graph="2_0", before=BEFORE + f"# {markup}\n", after=AFTER, notices=[markup])
     report.sites.append(site(f"layers.0.{markup}", refused(markup), identity=markup))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph for every reason why a site is refused, kept or failed. The reasons of the checks come first, in the order of
-the checks. The reasons of the plan and of the rewrite follow."""
+"""A graph for every reason why a site is refused, kept or failed. First come the checks, in their order, then the plan
+and the rewrite."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over a collective")
 def _() -> OverlapReport:
-    """The result of one matmul is read before the all-reduce, so the site's steps must come before the all-reduce. But
-    the other matmul's weight is the result of the all-reduce."""
+    """One matmul's result is read before the all-reduce, so the steps must come before it. But the other matmul's
+    weight is the result of the all-reduce."""
     made = HandGraph()
     gathered = made.gather(made.input(4, 16))
     early = made.call(aten.relu.default, made.mm(gathered, weight(made, name="v")))
@@ -130,9 +130,9 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over an accepted site")
 def _() -> OverlapReport:
-    """The first site's weight is the result of an all-reduce, which must not be moved. So the first site's steps are
-    moved down to the node that reads their result: the matmul of the second gather. The second site's steps would have
-    to come after them. But another node reads the second gathered tensor earlier."""
+    """The first site's weight is the result of an all-reduce, which must not move. So the first site's steps move down
+    to the second gather's matmul, which reads their result. The second site's steps must come after them. But another
+    node reads the second gathered tensor earlier."""
     made = HandGraph()
     first = made.gather(made.input(4, 16))
     w = made.reduce(weight(made))
@@ -143,8 +143,8 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "of an accepted site")
 def _() -> OverlapReport:
-    """The first site's steps are written before the first node that reads one of its results. But another matmul of
-    the first site needs the second site's result, which comes after that node."""
+    """The first site's steps come before the first reader of its results. But another of its matmuls needs the second
+    site's result, which comes later."""
     made = HandGraph()
     first = made.gather(made.input(4, 8))
     second = made.gather(made.input(4, 16, name="y"))

@@ -20,8 +20,8 @@ def stretch(tokens: int, dynamic: bool = False) -> HandGraph:
 
 
 def divided(made: HandGraph, refusal: str | None = None, **fields: Any) -> OverlapReport:
-    """The report of the overlap pass, which runs after the sequence-parallel rewrite. The overlap pass leaves all sites
-    as written, so the graph changes only if the stretch is rewritten."""
+    """The report of the overlap pass after the sequence-parallel rewrite. The overlap pass leaves all sites as written,
+    so only a rewritten stretch changes the graph."""
     made.divide(refusal, **fields)
     return made.run(schedule="keep")
 

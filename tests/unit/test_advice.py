@@ -23,7 +23,7 @@ PACKAGE = Path(overlap_inductor.__file__).parent
 
 
 def reason_codes() -> set[str]:
-    """The first arguments of ``Reason(...)`` and ``@check(...)`` in the package's sources, if they are constants."""
+    """The constant first arguments of ``Reason(...)`` and ``@check(...)`` in the package's sources."""
     found = set()
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -60,7 +60,7 @@ def test_the_text_has_advice_for_sites_and_near_misses() -> None:
 
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
 def test_the_advice_for_strides_helps(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The advice tells the user to make a certain call. This call must return a tensor that the check accepts."""
+    """The call that the advice names must return a tensor that the check accepts."""
     (call,) = re.findall(r"\.(\w+)\(\)", ADVICE["strides"])
     found = []
     for advised in (False, True):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paths in ``docs/architecture.md`` and in the schedules' docstrings exist. So do the dotted names in
-``docs/architecture.md``. The table on that page lists the package's folders in the order in which ``pyproject.toml``
-lists its layers."""
+"""The paths in ``docs/architecture.md`` and in the schedules' docstrings exist, and so do the page's dotted names. Its
+table lists the package's folders in the order of the layers in ``pyproject.toml``."""
 
 from __future__ import annotations
 

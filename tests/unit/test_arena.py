@@ -116,8 +116,8 @@ def test_a_site_without_a_prepared_slot_is_an_error() -> None:
 
 
 def test_protocols_share_no_slot() -> None:
-    """If two protocols shared a slot, a call of a protocol without credits could come first. The next call in the slot
-    would then wait for a credit that nobody gives."""
+    """In a shared slot, a call of a protocol without credits could come first. The next call would then wait for a
+    credit that nobody gives."""
     made = arena()
     sites = [
         Request("a", 5000, 2),
@@ -138,8 +138,8 @@ def test_protocols_share_no_slot() -> None:
 
 @given(requests, requests)
 def test_a_site_that_is_prepared_twice_has_room_for_both_requests(first: list[Request], second: list[Request]) -> None:
-    """The same site may be compiled again for another token count. Both graphs must have room, even if the second one
-    needs more bytes and fewer signals."""
+    """A site may be compiled again for another token count. Both graphs must have room, even if the second needs more
+    bytes and fewer signals."""
     made = arena()
     made.prepare(first)
     made.prepare(second)

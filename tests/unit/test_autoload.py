@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import torch`` with the package installed: it costs little, never fails, and switches on overlap if the environment
-asks for it.
+"""``import torch`` with the package installed: it costs little, never fails, and switches on overlap on request.
 
-Each test runs programs. Some run in a new interpreter, and most in a fork of a process that has imported torch already.
-The fixture ``installed`` makes a folder with the metadata of an installed package. Programs that have this folder on
-their path find the package's two entry points.
+Each test runs programs, mostly in a fork of a process that has imported torch. The fixture ``installed`` makes a folder
+with the metadata of an installed package, so that programs find its two entry points.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ def value(base: ForkBase | None, code: str, *path: Path, **variables: str) -> An
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# Measures the CPU time of the first call of ``autoload``, with the imports that the call needs. ``import torch`` must
-# not have called ``autoload`` before.
+# The CPU time of the first call of ``autoload``, with its imports. ``import torch`` must not have called it before.
 COST = """
 import torch, time, json
 start = time.process_time()
@@ -92,14 +89,11 @@ def test_switched_off_it_does_nothing(dynamo_base: ForkBase, installed: Path, va
 
 
 def test_switched_on_it_waits_for_the_config_module_and_its_log_is_known(installed: Path) -> None:
-    """The pass is put into the slot as soon as Inductor's config module exists. ``autoload`` itself imports no heavy
-    module. PyTorch's own switch turns ``autoload`` off.
+    """The pass is in the slot as soon as Inductor's config module exists. ``autoload`` imports no heavy module.
 
-    From torch 2.13 on, the autoload entry point registers the log's name before torch reads TORCH_LOGS. Older versions
-    find the log because they import all sub-packages of the package.
-
-    The programs run in new interpreters. In a fork, ``ForkBase`` does the work of ``import torch``, so a fork cannot
-    show what torch itself imports and calls."""
+    From torch 2.13 on, the entry point registers the log's name before torch reads TORCH_LOGS. Older versions import
+    all sub-packages. The programs run in new interpreters, because a fork cannot show what ``import torch`` imports.
+    """
     got = value(None, AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1", TORCH_LOGS="+overlap_inductor")
     assert got["found"] == ["torch._inductor.config"]
     assert got["left"] == ["torch._inductor.compile_fx"]
@@ -112,8 +106,7 @@ def test_switched_on_it_waits_for_the_config_module_and_its_log_is_known(install
 
 @pytest.mark.parametrize(("switch", "bound"), [("0", 0.005), ("1", 0.05)])
 def test_its_cost(torch_base: ForkBase, switch: str, bound: float) -> None:
-    """With overlap switched on, ``autoload`` takes about 2 ms on a quiet machine. Importing Inductor would take two
-    seconds."""
+    """``autoload`` takes about 2 ms. Importing Inductor would take two seconds."""
     variables = {"OVERLAP_INDUCTOR": switch, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     value(torch_base, COST, **variables)  # compiles the byte code, if there is none
     assert value(torch_base, COST, **variables)["seconds"] < bound
@@ -130,8 +123,7 @@ torch.compile(lambda x: x @ x)(torch.ones(2, 2))
 def test_a_bad_value_is_an_error_of_the_first_compile(
     inductor_base: ForkBase, installed: Path, variable: str, tmp_path: Path
 ) -> None:
-    """``import torch`` does not raise the error, because programs that never compile must keep running.
-    (``test_plain_errors`` tests a program that has not imported Inductor before.)"""
+    """``import torch`` must not raise the error, because programs that never compile must keep running."""
     variables = {"OVERLAP_INDUCTOR": "1", variable: "banana", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = run(inductor_base, COMPILE, installed, **variables)
     assert "imported" in done.stdout
@@ -176,8 +168,8 @@ def test_a_dump_folder_without_overlap_is_a_warning_at_the_first_compile(
     said: int,
     tmp_path: Path,
 ) -> None:
-    """The warning appears once, on rank 0 only. It does not appear if the variable ``OVERLAP_INDUCTOR`` switches
-    overlap off, or if the program switches overlap on."""
+    """The warning appears once, on rank 0. It does not appear if the environment switches overlap off or the program
+    switches it on."""
     folders = {"OVERLAP_INDUCTOR_DUMP": str(tmp_path / "dump"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     done = run(
         {"dynamo": dynamo_base, "inductor": inductor_base}[base], f"{first}\n{TWICE}", installed, **folders, **variables
@@ -226,8 +218,8 @@ def test_a_failure_of_autoload_does_not_fail_import_torch(torch_base: ForkBase, 
 
 
 def test_importing_the_package_is_light(torch_base: ForkBase) -> None:
-    """``import torch`` imports ``autoload`` and, if TORCH_LOGS is set, the sub-packages. So none of these modules may
-    import a heavy one."""
+    """``import torch`` imports ``autoload`` and, with TORCH_LOGS, the sub-packages. None of these may import a heavy
+    module."""
     code = f"""
 import sys, json, torch
 before = set(sys.modules)
@@ -252,7 +244,7 @@ print(json.dumps(dict(new=sorted(m for m in set(sys.modules) - before if m.start
 def test_the_pass_is_in_the_slot_whichever_module_is_imported_first(
     dynamo_base: ForkBase, installed: Path, first: str
 ) -> None:
-    """The first module may be one of ours. It may import Inductor's configuration before the rest of its own body has
+    """The first module may be one of ours. It may import Inductor's configuration before the rest of its body has
     run."""
     code = (
         f"import torch, importlib; importlib.import_module({first!r})\nfrom overlap_inductor.inductor import"

@@ -77,8 +77,8 @@ def test_the_clock_hides_the_host_only_behind_a_sleep(
     hidden = clock.sample(lambda: gpu.call(host, device), 1, 3.0)
     assert hidden == pytest.approx((device * 1e6, host * 1e6))
     in_loop = clock.sample(lambda: gpu.call(host, device), 4, 0.0)
-    # The clock makes one uncounted call first, which fills the pipeline. So the host and the device overlap in each
-    # counted call, and a call takes the longer of their two times.
+    # The clock first makes one uncounted call, which fills the pipeline. So host and device overlap in each counted
+    # call, and a call takes the longer of their times.
     assert in_loop == pytest.approx((max(host, device) * 1e6, host * 1e6))
 
 

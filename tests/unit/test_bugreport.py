@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``overlap-inductor bugreport``: the contents of its file. The file must not name the user or the user's home
-folder."""
+"""The file of ``overlap-inductor bugreport``. It must not name the user or the user's home folder."""
 
 from __future__ import annotations
 
@@ -155,7 +154,7 @@ print(torch._dynamo.utils.counters["overlap_inductor"]["failed"])
 def test_a_pass_that_fails_in_a_compile_leaves_what_a_bug_report_needs(
     inductor_base: ForkBase, tmp_path: Path, mode: str
 ) -> None:
-    """The bug report holds the graph and the traceback, whether the compile continues (on) or raises (strict)."""
+    """This holds whether the compile continues (mode ``on``) or raises (``strict``)."""
     script, dump = tmp_path / "script.py", tmp_path / "dump"
     script.write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}

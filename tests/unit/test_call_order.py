@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of a device run in the order in which the host makes them. This holds on any streams, from any threads, and
-in captures and replays. Streams are simulated (``tests.support.fake_streams``)."""
+"""The calls of a device run in the order in which the host makes them. This holds on any streams, from any threads, in
+captures and in replays. Streams are simulated (``tests.support.fake_streams``)."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 
 def played(monkeypatch: pytest.MonkeyPatch, *programs: Callable[[Rank], None]) -> list[Any]:
-    """Play each rank's program, and return the work that is left in the ranks' queues. Work is left if the ranks
-    deadlock."""
+    """Play each rank's program. Returns the work left in the ranks' queues, which is not empty after a deadlock."""
     ranks: list[Rank] = []
     for program in programs:
         ranks.append(Rank(monkeypatch))
@@ -75,8 +74,8 @@ def played(monkeypatch: pytest.MonkeyPatch, *programs: Callable[[Rank], None]) -
 
 
 def test_work_queued_behind_a_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call B waits for call A, and not for the receive that follows A on the same stream. If B waited for the receive,
-    the ranks would deadlock: rank 1 sends only after its own B, and B ends only when every rank has begun it."""
+    """Call B waits for call A, and not for the receive after A on the same stream. Otherwise the ranks would deadlock:
+    rank 1 sends only after its B, and B ends only when every rank has begun it."""
 
     def receives(rank: Rank) -> None:
         rank.call("A", rank.first)
@@ -104,7 +103,7 @@ def test_calls_on_two_streams_begin_in_one_order_on_all_ranks(monkeypatch: pytes
 
         return program
 
-    # The two ranks delay different streams. Without an order, rank 0 would begin with B, and rank 1 with A.
+    # The ranks delay different streams. Without an order, rank 0 would begin with B, and rank 1 with A.
     assert played(monkeypatch, delayed("first"), delayed("second")) == [[], []]
 
 
@@ -163,8 +162,8 @@ def test_a_call_that_cannot_begin_does_not_block_other_threads(rank: Rank, monke
 
 
 def test_calls_in_a_capture_wait_only_for_each_other(rank: Rank) -> None:
-    """A capture must not wait for an event that was recorded outside it. A stream outside a capture must not wait for
-    an event that was recorded in the capture. CUDA refuses both."""
+    """CUDA refuses a wait across a capture's border. A wait in a capture must not be for an event from outside, and a
+    wait outside must not be for an event of the capture."""
     rank.call("A", rank.first)
 
     def body() -> None:
@@ -475,6 +474,6 @@ def test_ops_of_four_schedules_launch_inside_the_order(monkeypatch: pytest.Monke
             chain, x, [w], [None], [one], [one], ["float32"], [False], False, "{}", *end
         )
         wave_groups.matmul_all_reduce(x, w, group, None, "site")  # type: ignore[arg-type]
-    # Two of the 14 entries are of ``wave_groups``. It also creates its shared state inside the order, so that only one
-    # of two threads creates it.
+    # ``wave_groups`` has two of the 14 entries. It also makes its shared state inside the order, so that only one
+    # thread makes it.
     assert inside.seen == [1] * 14 and inside.depth == 0

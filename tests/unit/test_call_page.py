@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page is the memory in which ranks publish their plans at each call. For a reader, a half-written entry counts as
-absent, and an overwritten entry is an error."""
+"""A page is the memory in which ranks publish their plans at each call. A half-written entry counts as absent. An
+overwritten entry is an error."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def test_all_publish_the_same() -> None:
 
 
 def test_soon_waits_for_a_rank_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``soon`` waits longer than ``_SPIN``. So a host that is a little late does not make the ranks compare their plans
-    in the slow way, with verdicts."""
+    """A host that is a little late must not make the ranks compare plans in the slow way, with verdicts."""
     assert call_board._SOON > 25 * call_board._SPIN
     monkeypatch.setattr(call_board, "_SOON", 30.0)  # On a busy machine, the timer may be late itself.
     _, pages = _pages(2)
@@ -94,8 +93,8 @@ class Said(dict[tuple[str, object], str]):
 
 
 def test_rounds_without_a_place_on_the_page_go_through_the_store() -> None:
-    """A graph with many groups has more rounds than the page has places. The verdict of a round that has no
-    place must not overwrite the entry of the next call, and must not be written past the page's end."""
+    """A graph with many groups has more rounds than the page has places. A verdict without a place must not overwrite
+    another entry, or lie past the page's end."""
     with fake_group(2) as group:
         state = call_state.state_of(group)
         store = Said()
@@ -126,8 +125,8 @@ def test_a_text_that_has_no_room_is_an_error() -> None:
 
 
 def test_an_entry_that_is_half_written_counts_as_absent() -> None:
-    """Only the first bytes, or only the last bytes, of the entry have arrived. The other bytes at its place are those
-    of an earlier call's entry, or zeros."""
+    """Only the first or the last bytes of the entry have arrived. The remaining bytes are those of an earlier call, or
+    zeros."""
     memory, (mine, theirs) = _pages(2)
     call = 5 + CALLS
     start = theirs._offset(call, 0, 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call's place is the number of the group's collectives that the rank issued before the call. Places tell whether
-calls of two ranks are the same call."""
+"""A call's place is the number of the group's collectives that the rank issued before it. Places tell whether two ranks
+make the same call."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def test_a_value_is_read_as_it_was_written(mark: str) -> None:
         (_call(4), _call(2, count=3, plan="other"), True, Order.UNKNOWN),
         (_call(4, count=2), _call(6), True, Order.LATER),
         (_call(4, count=3), _call(6), True, Order.UNKNOWN),
-        # Gloo also counts sends and receives, so places may differ although the calls are the same. NCCL counts
-        # collectives only.
+        # Gloo also counts sends and receives, so the places of one call may differ. NCCL counts collectives only.
         (_call(4), _call(5), False, Order.SAME),
         (_call(4), _call(5), True, Order.LATER),
         (_call(4, passed=2), _call(5, passed=3), False, Order.LATER),
@@ -57,8 +56,8 @@ def test_the_order_of_two_calls(mine: CallPlace, theirs: CallPlace, exact: bool,
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_two_ranks_reach_one_result(exact: bool) -> None:
-    """If one rank finds ``EARLIER``, the other rank must find ``LATER``. If both found ``EARLIER``, both would skip a
-    call and then wait for each other."""
+    """If one rank finds ``EARLIER``, the other must find ``LATER``. If both found ``EARLIER``, both would skip a call
+    and then wait for each other."""
     opposite = {Order.EARLIER: Order.LATER, Order.LATER: Order.EARLIER}
     calls = [_call(*fields) for fields in itertools.product((3, 4, 6), (1, 2), (1, 2), ("a", "b"))]
     for one, other in itertools.product(calls, calls):
@@ -90,7 +89,7 @@ def test_what_the_backend_counts_between_calls_moves_the_place(monkeypatch: pyte
 
 
 def test_a_value_fits_on_a_page() -> None:
-    """A value is longest if the plan has many parts and the ranks have run for years. Such a value must fit, too."""
+    """A value is longest if the plan has many parts and the ranks have run for years."""
     from overlap_inductor.facts.exchange import ExchangePlan
 
     with fake_group(2) as group:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank looks at its thread that calls graphs. If this thread waits inside a collective, the rank reports the place or
-the call that it has reached."""
+"""If the thread that calls graphs waits inside a collective, the rank reports the place or the call that it has
+reached."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ import pytest
 from overlap_inductor.lowerings.chunked import sizes as chunk_sizes
 
 SHORT = [i / 50 for i in range(1, 51)]
-"""Ratios of the time of a shard's transfer to the time of the shard's matmul. All are at most 1, so the matmul takes at
-least as long as the transfer."""
+"""Times of a shard's transfer, relative to the time of its matmul. All are at most 1."""
 
 
 def _compositions(shards: int) -> Iterator[tuple[int, ...]]:
@@ -36,8 +35,8 @@ def test_all_transfers_of_scattered_chunks_end_within_the_matmuls(peers: int) ->
 
 @pytest.mark.parametrize("peers", [1, 2, 3, 5, 7])
 def test_scattered_chunks_are_as_few_as_possible(peers: int) -> None:
-    """No smaller number of chunks hides all transfers. There is one exception. If the transfer of a single chunk would
-    end with almost no time to spare, there are two chunks. They have equal sizes, or the smaller one comes first."""
+    """No smaller number of chunks hides all transfers. If a single chunk's transfer would end with almost no time to
+    spare, there are two chunks. They have equal sizes, or the smaller one comes first."""
     for ratio in SHORT:
         fewest = min(
             len(sizes) for sizes in _compositions(peers) if chunk_sizes.last_transfer(sizes, ratio) <= peers + 1 + 1e-9
@@ -56,7 +55,7 @@ def test_gathered_chunks_hold_the_shards_that_have_arrived(peers: int) -> None:
             before = sum(sizes[:number])
             last = before + size == peers
             # A chunk of several shards holds exactly the shards that have arrived when it begins. A chunk of one shard
-            # may have to wait for its shard.
+            # may have to wait.
             begins = 1 + before - chunk_sizes.LATE
             assert size == 1 or (before + size) * ratio <= begins + 1e-9
             assert last or size == 1 or (before + size + 1) * ratio > begins - 1e-9

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembles the kernels of schedule ``chunked`` for Hopper on a machine without a GPU. The tests check that rows move
-in wide words, that signals come after barriers, and that waiting kernels use few resources."""
+"""Assembles the kernels of schedule ``chunked`` for Hopper without a GPU. Rows must move in wide words, signals must
+come after barriers, and waiting kernels must use few resources."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PARTS_OF_8 = {"WORLD": 8, "PARTS": 3, "DIRECTION": -1}
 
 
 def _compiled(kernel: Any, constants: dict[str, Any], warps: int) -> tuple[str, int]:
-    """``(PTX, bytes of shared memory)`` of ``kernel`` for bf16. Only the pointers to rows are declared as multiples of
-    16 bytes."""
+    """``(PTX, bytes of shared memory)`` of ``kernel`` for bf16. Only pointers to rows are declared as multiples of 16
+    bytes."""
     rows = ("source", "own", "out", "staging", "finished")
     types = (
         dict.fromkeys(rows, "*bf16")
@@ -105,8 +105,8 @@ def test_rows_move_in_wide_words_and_signals_follow_them(
     ],
 )
 def test_waiting_kernels_use_no_shared_memory(kernel: Any, constants: dict[str, Any]) -> None:
-    """A kernel that waits beside a matmul uses no shared memory, and reads flags at system scope. (``announce`` does
-    not wait and reads no flag.)"""
+    """A kernel that waits beside a matmul uses no shared memory, and reads flags at system scope. ``announce`` reads
+    none."""
     text, shared = _compiled(kernel, constants, 1)
     assert shared == 0 and "ld.volatile" not in text
     assert ("ld.acquire.sys" in text) == (kernel is not announce)
@@ -122,7 +122,7 @@ def test_waiting_kernels_use_no_shared_memory(kernel: Any, constants: dict[str, 
     ],
 )
 def test_spoiling_kernels_have_no_barrier_where_threads_may_diverge(kernel: Any, constants: dict[str, Any]) -> None:
-    """Each thread reads the abort word by itself, so threads of a block may take different branches."""
+    """Each thread reads the abort word by itself, so threads of a block may diverge."""
     text, shared = _compiled(kernel, constants, 4)
     loop = text[text.index("mov.b32", text.rindex("st.release") if "st.release" in text else 0) :]
     assert shared == 0 and "bar.sync" not in loop and "ld.global.cg" in text

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of schedule ``chunked``: the rows of each chunk and the parts for each peer. Each rank must read from the
-places to which its peers write."""
+"""The plan of schedule ``chunked``: the rows of each chunk and the parts for each peer. Each rank must read where its
+peers write."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_chunks_cover_the_other_ranks_rows_once_in_ring_order(world_size: int, r
 def test_a_chunk_waits_for_exactly_what_it_reads(
     world_size: int, rows: int, chunks: int, scattered: bool, read_in_order: bool
 ) -> None:
-    """The parts of a chunk hold exactly the rows that the chunk reads or sends. Each row is written to a receiver's
-    workspace once. The number of a row's part gives the distance between the sender and the receiver."""
+    """A chunk's parts hold exactly the rows that the chunk reads or sends. Each row is written to a receiver once. The
+    number of a row's part gives the distance between sender and receiver."""
     made, bounds = transfer_of(world_size, rows, chunks, scattered, read_in_order)
     landed: dict[tuple[int, int], tuple[int, int, int]] = {}
     for rank in range(world_size):
@@ -94,8 +94,7 @@ def test_bands_have_signals_of_their_own() -> None:
 )
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_a_workspace_for_the_most_rows_serves_fewer_rows(pattern: str, world_size: int) -> None:
-    """Fewer rows may be cut into other numbers of parts and bands. The workspace must still have enough bytes and
-    signals."""
+    """Fewer rows may be cut into other numbers of parts and bands. The workspace must still suffice."""
     p = chunked_plan.parameters_of(json.dumps(chunked_plan.settings_for(pattern, "auto")), 132)
     nbytes, signals = chunked_plan.needed(pattern, world_size, 5000, 4096, 8192, 2, p)
     for rows in (1, 100, 129, 300, 1000, 2000, 5000):

@@ -35,8 +35,7 @@ def python(*arguments: str, base: ForkBase | None = None, **environment: str) ->
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["report", "/nonexistent"]])
 def test_commands_that_need_no_torch_import_none(arguments: list[str]) -> None:
-    """No module that every command loads may import torch at its top. With such an import, --help would take
-    seconds."""
+    """With an import of torch at the top of a common module, --help would take seconds."""
     script = (
         "import sys\nfrom overlap_inductor.cli.main import main\n"
         "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
@@ -70,8 +69,7 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> None:
-    """``overlap-inductor report FOLDER | head`` prints no traceback, and Python prints no error about the closed pipe
-    at exit."""
+    """``overlap-inductor report FOLDER | head`` prints no traceback and no error about the closed pipe."""
     for graph in range(40):
         report = samples.llama(3)
         report.graph = f"{graph}_0"
@@ -123,8 +121,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_missing_module_of_our_own_is_not_reported_as_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a module of overlap_inductor is missing, its installation is broken. Advice to install another package would
-    mislead the user."""
+    """If a module of overlap_inductor is missing, its installation is broken. To install another package would not
+    help."""
 
     def missing(as_json: bool) -> int:
         raise ModuleNotFoundError("No module named 'overlap_inductor.x'", name="overlap_inductor.x")
@@ -186,11 +184,11 @@ def test_explain_of_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFi
 def test_explain_of_a_script_that_a_launcher_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, variable: str
 ) -> None:
-    """The error names the variable that a launcher sets, and shows the command that launches the script. If another key
-    is missing, the error gives no such advice."""
+    """The error names the launcher's variable, and shows the command that launches the script. For another missing key,
+    there is no advice."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    # An init_process_group that fails still counts its group. This would change the names of the groups of later tests.
+    # A failing init_process_group still counts its group, and would rename the groups of later tests.
     world = torch.distributed.distributed_c10d._world
     monkeypatch.setattr(world, "group_count", world.group_count)
     script = tmp_path / "my train.py"
@@ -257,7 +255,7 @@ def launched(tmp_path: Path) -> Path:
 
 
 def test_explain_for_another_machine(inductor_base: ForkBase, launched: Path) -> None:
-    """The whole command needs no GPU. It plans a script that torchrun would start, as if the script ran on 8 GPUs."""
+    """The whole command, without a GPU: it plans a script for torchrun as if it ran on 8 GPUs."""
     command = ("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "8", str(launched))
     done = python(*command, base=inductor_base)
     assert done.returncode == 0, done.stderr

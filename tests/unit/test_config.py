@@ -80,7 +80,7 @@ def test_bad_variable_is_an_error_that_names_it(variable: str, value: str, allow
     + [("sub_chunks", None), ("sub_chunks", [4]), ("numerics", ["preserve"])],
 )
 def test_bad_keyword_is_the_same_error(field: str, value: object) -> None:
-    """A value of a wrong type must raise the ConfigError and not a TypeError."""
+    """A value of a wrong type must not raise a TypeError."""
     with pytest.raises(ConfigError, match="OVERLAP_INDUCTOR"):
         OverlapConfig.from_environment({}, **{field: value})
 
@@ -96,8 +96,7 @@ def test_mode_aliases(value: str, mode: str) -> None:
 
 
 def test_every_field_is_read_from_its_variable() -> None:
-    """Each field must have a variable. With every variable set, only ``tune`` keeps its default, because ``tune`` has
-    no other allowed value."""
+    """Each field must have a variable. Only ``tune`` keeps its default here, because it has no other allowed value."""
     environment = {
         "OVERLAP_INDUCTOR": "report",
         "OVERLAP_INDUCTOR_SCHEDULE": "ring",
@@ -145,7 +144,6 @@ def test_other_variables_are_not_read() -> None:
     ],
 )
 def test_an_unknown_variable_is_an_error_that_names_the_nearest_switch(variable: str, meant: str) -> None:
-    """Catches a misspelt switch that has no effect and raises no error."""
     with pytest.raises(ConfigError) as error:
         OverlapConfig.from_environment({variable: "ring", "OVERLAP_INDUCTOR": "1"})
     message = str(error.value)
@@ -160,8 +158,8 @@ def test_an_unknown_variable_is_allowed_if_overlap_is_off_or_its_prefix_is_anoth
 
 
 def test_cache_key_has_every_field_that_changes_code() -> None:
-    """If a switch that changes the code is missing from the key, a cache returns code for another setting. If a switch
-    that does not change the code is in the key, cached graphs are compiled again for nothing."""
+    """If a switch that changes the code is missing from the key, a cache returns wrong code. Any other switch in the
+    key causes useless compiles."""
     config = OverlapConfig()
     fields = {f.name for f in dataclasses.fields(config)}
     assert {name for name, _ in config.cache_key()} == fields - {"dump", "notice"}

@@ -28,8 +28,8 @@ def scaled(factor: float) -> SiteSizes:
 
 
 def test_seconds_of_the_parts() -> None:
-    """A matmul's time is its FLOPs divided by the FLOP rate for its item size. A collective's time is its bytes divided
-    by the link's rate. A collective of two legs takes twice that time."""
+    """Matmul: FLOPs divided by the rate for the item size. Collective: bytes divided by the link's rate, once per
+    leg."""
     assert cost_model.matmul_seconds(BALANCED, FREE) == pytest.approx(1.0)
     assert cost_model.matmul_seconds(dataclasses.replace(BALANCED, itemsize=2), FREE) == pytest.approx(0.5)
     assert cost_model.collective_seconds(BALANCED, FREE) == pytest.approx(1.0)
@@ -37,12 +37,12 @@ def test_seconds_of_the_parts() -> None:
 
 
 def test_unknown_item_size_takes_the_slowest_rate() -> None:
-    """A dtype whose rate is not known must not get the fastest known rate."""
+    """A dtype without a known rate must not get the fastest rate."""
     assert cost_model.matmul_seconds(dataclasses.replace(BALANCED, itemsize=1), FREE) == pytest.approx(1.0)
 
 
 def test_balanced_site_pays() -> None:
-    """If matmul and collective take equally long and steps cost nothing, at least 30 % of the serial time is saved."""
+    """If matmul and collective take equally long and steps are free, at least 30 % of the serial time is saved."""
     assert ring_cost.pays(BALANCED, FREE, 4)
     keep = cost_model.matmul_seconds(BALANCED, FREE) + cost_model.collective_seconds(BALANCED, FREE)
     assert keep == pytest.approx(2.0) and 1.0 <= ring_cost.seconds(BALANCED, FREE, 4) <= 1.35
@@ -50,12 +50,12 @@ def test_balanced_site_pays() -> None:
 
 @pytest.mark.parametrize("sizes", [SiteSizes(1e12, 1e3, 4, 8), SiteSizes(1e5, 1e9, 4, 8)], ids=["no bytes", "no flops"])
 def test_one_sided_site_does_not_pay(sizes: SiteSizes) -> None:
-    """Either the transfer or the matmul is so short that nothing can be hidden."""
+    """One of the two parts is so short that nothing can be hidden."""
     assert not ring_cost.pays(sizes, FREE, 4)
 
 
 def test_small_site_does_not_pay() -> None:
-    """For sites with few tokens, as in decode, the steps' fixed cost is larger than the gain."""
+    """With few tokens, as in decode, the steps' fixed cost exceeds the gain."""
     for name in ("cpu", "cuda"):
         machine = machine_for(name)
         tiny = SiteSizes(2.0 * 1 * 4096 * 4096 / 8, 4096 * 2, 2, 8)
@@ -93,9 +93,8 @@ def test_parts_hide_more() -> None:
 
 
 def test_fewest_sub_chunks() -> None:
-    """With 2 shards and equal times of matmul and transfer, a quarter of the transfer is exposed with 2 sub-chunks, and
-    an eighth with 4. So 4 are chosen. With 8 shards, or if one side is much shorter, the gain from 4 is too small. If
-    each step costs much, 1 is chosen."""
+    """With 2 shards and equal times, 4 sub-chunks expose half as much as 2, so 4 are chosen. With 8 shards or unequal
+    times, 2 suffice. If steps cost much, 1 is chosen."""
     two = dataclasses.replace(BALANCED, world_size=2)
     assert ring_cost.fewest_parts(two, FREE, 4) == 4
     assert ring_cost.fewest_parts(BALANCED, FREE, 4) == 2
@@ -104,8 +103,8 @@ def test_fewest_sub_chunks() -> None:
 
 
 def test_fewest_sub_chunks_pay_if_more_do() -> None:
-    """If a ring pays with the largest allowed number of sub-chunks, it also pays with the number that ``fewest_parts``
-    returns. If the ring does not pay with the largest number, ``fewest_parts`` returns the largest number."""
+    """If a ring pays with the largest number of sub-chunks, it also pays with ``fewest_parts``. Otherwise
+    ``fewest_parts`` is the largest number."""
     for exponent in range(-40, 6):
         sizes = dataclasses.replace(BALANCED, flops=BALANCED.flops * 1.5**exponent, world_size=2)
         machine = dataclasses.replace(FREE, step_seconds=1e-4)
@@ -115,7 +114,7 @@ def test_fewest_sub_chunks_pay_if_more_do() -> None:
 
 
 def test_never_better_than_the_longer_side() -> None:
-    """The ring is never estimated below the lower bound max(matmul, collective), whatever the ratio of the two."""
+    """The ring is never estimated below max(matmul, collective)."""
     for factor in (0.01, 0.1, 1.0, 10.0, 100.0):
         sizes = dataclasses.replace(BALANCED, flops=BALANCED.flops * factor)
         longest = max(cost_model.matmul_seconds(sizes, FREE), cost_model.collective_seconds(sizes, FREE))
@@ -123,7 +122,7 @@ def test_never_better_than_the_longer_side() -> None:
 
 
 def test_unknown_machine_is_conservative() -> None:
-    """An accelerator without a profile is not an error, and gets the CPU's profile."""
+    """An accelerator without a profile gets the CPU's profile."""
     assert machine_for("xpu") is machine_for("cpu")
     assert set(machine_for("cuda").matmul_flops) == {1, 2, 4, 8}
 
@@ -186,9 +185,8 @@ def test_fused_kernels_need_enough_tiles_and_a_clear_gain() -> None:
 
 @pytest.mark.parametrize("cost", [chunked_cost, fused_cost])
 def test_margins_of_exchanges(cost: ModuleType) -> None:
-    """All-to-alls of rows were measured on 2 and 4 ranks, so the small margin is enough there. All-to-alls on more
-    ranks were not measured, and neither were matmuls that contract the exchanged tensor. These two kinds need the large
-    margin."""
+    """All-to-alls of rows were measured on 2 and 4 ranks, so a small margin is enough there. Larger groups, and matmuls
+    that contract the exchanged tensor, need the large margin."""
     machine, small, large = machine_for("cuda"), cost_model.MARGIN, cost_model.MARGIN_UNMEASURED
     sent = 4e8
     gains = []
@@ -230,8 +228,7 @@ MEASURED_AT_8 = {
 
 @pytest.mark.parametrize("pattern", MEASURED_AT_8)
 def test_chunks_of_eight_ranks_are_taken_where_they_gained(pattern: str) -> None:
-    """At 1024 tokens, chunks were slower than the plain graph, so chunks must not be taken there. Chunks must be taken
-    where they gained more than 10 %."""
+    """Chunks must be taken where they gained more than 10 %, and not at 1024 tokens, where they lost."""
     machine = machine_for("cuda")
     for tokens, (keep, chunked) in MEASURED_AT_8[pattern].items():
         sizes = dataclasses.replace(mlp(pattern, tokens, 8), replays=True)
@@ -301,8 +298,8 @@ def short(pattern: str, hidden: int, wide: int, tokens: int) -> SiteSizes:
 
 @pytest.mark.parametrize(("pattern", "hidden", "wide"), SHORT)
 def test_chunks_of_short_matmuls_are_taken_where_they_gained(pattern: str, hidden: int, wide: int) -> None:
-    """Chunks must not be taken where they lost. They must be taken where they gained at least 10 %, if the plain graph
-    took at least 100 us."""
+    """Chunks must not be taken where they lost. They must be taken where they gained 10 %, if the plain graph took at
+    least 100 us."""
     machine = machine_for("cuda")
     for tokens, (keep, chunked) in SHORT[pattern, hidden, wide].items():
         sizes = short(pattern, hidden, wide, tokens)
@@ -314,7 +311,6 @@ def test_chunks_of_short_matmuls_are_taken_where_they_gained(pattern: str, hidde
 
 
 # Times of one rank of a group of 4 or 8, measured on 2 H200s by ``bench.mirrored`` (bench/results/mirrored.jsonl).
-# Each GPU played one rank, and all peers of the other GPU's rank.
 # {(pattern, world size): {tokens: (fused, chunked)}} in microseconds.
 LARGER_GROUPS = {
     ("all_gather_matmul", 4): {
@@ -364,8 +360,8 @@ WITHOUT_PEERS_MEASURED = {  # 2 H200s, NCCL_P2P_DISABLE=1: {tokens: (keep, group
 
 @pytest.mark.parametrize("pattern", WITHOUT_PEERS_MEASURED)
 def test_groups_of_waves_pay_where_peers_are_out_of_reach(pattern: str) -> None:
-    """The measurements are from two GPUs without peer access. Each of the two legs of an all-reduce ran at 29 GB/s, and
-    the only leg of a scatter ran at 25 GB/s. The ring was slower than the plain graph and must not be chosen."""
+    """Measured on two GPUs without peer access: 29 GB/s for each leg of an all-reduce, 25 GB/s for a scatter. The ring
+    was slower than the plain graph and must not be chosen."""
     machine = machine_for(WITHOUT_PEERS)
     for tokens, (keep, groups) in WITHOUT_PEERS_MEASURED[pattern].items():
         sizes = mlp(pattern, tokens, 2)

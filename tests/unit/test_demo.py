@@ -45,7 +45,7 @@ from tests.support.fork_base import ForkBase
     ],
 )
 def test_impossible_options_are_errors(options: dict[str, Any], names: str) -> None:
-    """Catches options that are accepted first and fail minutes later, inside a rank."""
+    """Otherwise these options would fail minutes later, inside a rank."""
     with pytest.raises(ConfigError, match=names):
         demo.run_demo(DemoOptions(**{"device": "cpu", "parts": ("block",), **options}))
 
@@ -62,8 +62,8 @@ def test_impossible_options_are_errors(options: dict[str, Any], names: str) -> N
 def test_demo_on_gpus_that_are_not_there(
     monkeypatch: pytest.MonkeyPatch, gpus: int, nccl: bool, cuda: str | None, visible: str | None, why: str
 ) -> None:
-    """Catches an error that names a number of ranks that the user did not give. Also catches an error that names
-    missing GPUs although torch is built without CUDA or NCCL."""
+    """The error must not name a number of ranks that the user did not give. Without CUDA or NCCL, it must not name
+    missing GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -99,8 +99,7 @@ def test_demo_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_link_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the slow link cannot be made, the demo by default runs without it and says why. If the user asked for a rate,
-    the demo ends with an error."""
+    """Without a slow link, the demo runs and says why. If the user asked for a rate, this is an error."""
     monkeypatch.setattr(slow_link, "why_not", lambda: "needs root")
     setup = demo._resolve(DemoOptions(device="cpu", parts=("block",)))
     assert (setup.megabits, setup.no_link) == (None, "needs root")
@@ -159,8 +158,7 @@ def test_demo_status_is_what_was_found(
     status: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Catches a demo that exits with status 0 although numbers differ, nothing is overlapped, or a part gives no
-    result."""
+    """The status must not be 0 if numbers differ, nothing is overlapped, or a part gives no result."""
 
     def run(command: Any, ranks: int, folder: Path, *, hosts: Any, on_line: Any, **rest: Any) -> None:
         assert ranks == 2 and folder == tmp_path and not hosts
@@ -182,8 +180,8 @@ def test_demo_status_is_what_was_found(
 def test_the_estimate_of_the_demo(
     inductor_base: ForkBase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The demo estimates its block with the hidden size of Llama-3-8B, for a machine whose facts the package knows.
-    The command of the estimate runs in a fork, where Inductor is imported already."""
+    """The demo estimates its block with the hidden size of Llama-3-8B, for a known machine. The command runs in a
+    fork."""
 
     def forked(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
         assert command[0] == sys.executable
@@ -228,7 +226,7 @@ def test_demo_shows_the_failing_ranks_traceback(
 
 
 def test_progress_prints_the_lines_that_are_not_its_own() -> None:
-    """If a rank prints a line that is no message of the demo, the line must be shown and not counted as a result."""
+    """A rank's line that is no message of the demo is shown, and not counted as a result."""
     stream = io.StringIO()
     progress = Progress(stream)
     for line in ('{"step": "one"}', "a warning", "[1, 2]", '{"part": "block"}', '{"step": "two"}'):

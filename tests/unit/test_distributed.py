@@ -10,8 +10,7 @@ from overlap_inductor.torch_compat.distributed import why_no_send
 
 
 def test_gloo_does_not_send_from_gpus() -> None:
-    """A send of a GPU tensor over gloo ends the process. So ``why_no_send`` must refuse GPU tensors, although
-    gloo groups can run plain collectives on them."""
+    """A send of a GPU tensor over gloo ends the process. So ``why_no_send`` must refuse GPU tensors."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]

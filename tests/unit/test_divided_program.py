@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks compare a hash of each stretch's ops and numbers. Each rank has a GPU with another index. This index must not
-make the hashes differ."""
+"""Ranks compare a hash of each stretch's ops and numbers. The index of a rank's GPU must not change the hash."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ aten = torch.ops.aten
 
 
 def program(device: torch.device, value: float = 0.0) -> str:
-    """The hash of a stretch that adds a constant to its rows. The constant is on ``device`` and holds ``value``."""
+    """The hash of a stretch that adds a constant (``value`` on ``device``) to its rows."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     made = graph.call_function(aten.full.default, ([8], value), {"device": device})

@@ -34,22 +34,19 @@ PICTURES = [pair for pairs in drawings.PICTURES.values() for pair in pairs]
 
 
 def test_generated_parts_are_up_to_date() -> None:
-    """Catches a page that was not regenerated after a switch, a reason, a drawing or a measured row changed."""
     outdated = [path.name for path in make_docs.outdated()]
     assert not outdated, f"{', '.join(outdated)}: run python tools/make_docs.py"
 
 
 @pytest.mark.parametrize("path", report.PICTURES, ids=lambda path: path.name)
 def test_pictures_were_drawn_from_the_rows(path: Path) -> None:
-    """Catches a picture that was not redrawn after the measured rows changed."""
     rows, _ = report.PICTURES[path]
     with Image.open(path) as image:
         assert json.loads(image.info["Description"]) == rows(), "run python -m bench.report"
 
 
 def test_pictures_of_the_pages_are_pictures() -> None:
-    """Catches a file that is no image. For example, a symbolic link to an image may be stored as a text file that holds
-    only the link's target."""
+    """A symbolic link to an image may be stored as a text file that holds only the link's target."""
     found = {
         (path.parent / name).resolve()
         for path in (make_docs.README, *pages.pages())
@@ -64,7 +61,7 @@ def test_pictures_of_the_pages_are_pictures() -> None:
 
 @pytest.mark.parametrize("path", pages.pages(), ids=lambda path: path.name)
 def test_pictures_scroll_on_a_phone(path: Path) -> None:
-    """Catches a picture that shrinks to the width of a phone, so that its numbers cannot be read."""
+    """A picture must not shrink to the width of a phone."""
     text = path.read_text()
     found = re.findall(r"^!\[", text, re.MULTILINE)
     assert len(re.findall(r'^<div class="picture" markdown>\n\n!\[', text, re.MULTILINE)) == len(found)
@@ -80,8 +77,8 @@ def css(selector: str) -> str:
 
 @pytest.mark.parametrize("path", report.PICTURES, ids=lambda path: path.name)
 def test_pictures_have_no_white_ground_in_the_dark(path: Path) -> None:
-    """In the dark scheme, the style sheet inverts the pictures. White becomes black, and the page's own background
-    shows there."""
+    """In the dark scheme, the style sheet inverts the pictures: white becomes black, and the page's background
+    shows."""
     rule = css('[data-md-color-scheme="slate"] .picture img')
     assert "invert(1)" in rule and "mix-blend-mode: lighten" in rule
     with Image.open(path) as image:
@@ -89,39 +86,35 @@ def test_pictures_have_no_white_ground_in_the_dark(path: Path) -> None:
 
 
 def test_names_in_tables_are_not_broken() -> None:
-    """The theme allows a line break anywhere in code. In a narrow column, a switch's name would be split over two
-    lines."""
+    """The theme allows a line break anywhere in code, so a narrow column would split a switch's name."""
     assert css(".md-typeset td code") == "word-break: normal;"
 
 
 def test_the_colour_scheme_follows_the_system() -> None:
-    """If the first palette is not the automatic one, a browser keeps the scheme of the first visit forever."""
+    """If the first palette is not the automatic one, a browser keeps the scheme of the first visit."""
     media = re.findall(r'- media: "(.*)"', (pages.ROOT / "mkdocs.yml").read_text())
     assert media[0] == "(prefers-color-scheme)" and len(media) == 3
 
 
 def test_the_page_on_reports_names_every_file_and_outcome() -> None:
-    """Catches a file of a dump, or an outcome of a site, that the page does not explain."""
     text = (pages.DOCS / "reading-a-report.md").read_text()
     rows = [cell for line in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for cell in re.findall(r"`(.+?)`", line)]
     assert {*dump.FILES, runs.MARK, *words.STATUSES} <= set(rows)
 
 
 def test_every_part_is_on_one_page() -> None:
-    """Catches a generated part that is on no page or on two pages."""
     found = [name for path in (make_docs.README, *pages.pages()) for name in pages.names(path.read_text())]
     assert sorted(found) == sorted(make_docs.PARTS)
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """Catches a page that readers cannot reach. mkdocs prints only a remark about such a page."""
+    """mkdocs prints only a remark about a page that readers cannot reach."""
     linked = set(re.findall(r": ([\w-]+\.md)$", (pages.ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert linked == {path.name for path in pages.pages()}
 
 
 def test_reasons_are_those_that_graphs_give() -> None:
-    """Catches a reason code that a graph gives but that the search of the sources does not find. Also catches a code
-    that the search finds but that no graph gives."""
+    """The search of the sources must find exactly the reason codes that graphs give."""
     assert set(reasons.codes()) == {code for code, _, _ in CASES.values()}
 
 
@@ -152,9 +145,8 @@ def test_only_the_part_is_replaced() -> None:
 
 @pytest.mark.parametrize("picture", range(len(PICTURES)))
 def test_drawings_are_possible(picture: int) -> None:
-    """Catches a drawing in which work starts before its inputs are ready, two boxes of one lane overlap, or a part of
-    the matmul is missing. Also catches a schedule whose drawing does not end earlier, or does not expose less, than the
-    plain drawing."""
+    """In a drawing, work starts after its inputs, and boxes of one lane do not overlap. No part of the matmul is
+    missing. A schedule's drawing ends earlier, or exposes less, than the plain drawing."""
     plain, overlapped = (make() for make in PICTURES[picture])
     for timeline in (plain, overlapped):
         for box in timeline.boxes:
@@ -176,7 +168,6 @@ def test_exposed_is_what_no_matmul_covers() -> None:
 
 
 def test_schedules_page_names_every_schedule_and_real_ops() -> None:
-    """Catches a schedule that the page does not describe, and an op that the page names but that does not exist."""
     text = (pages.DOCS / "schedules.md").read_text()
     assert re.findall(r"^## (\w+)", text, re.MULTILINE) == ["keep", *(s.name for s in registry.SCHEDULES)]
     registry.define_ops()
@@ -190,15 +181,13 @@ def test_schedules_page_names_every_schedule_and_real_ops() -> None:
 
 @pytest.mark.parametrize("path", [*pages.pages(), pages.ROOT / "README.md"], ids=lambda path: path.name)
 def test_commands_name_modules_that_exist(path: Path) -> None:
-    """Catches a command whose check or benchmark was renamed or removed."""
     named = re.findall(r"-m ((?:tests|bench)\.[\w.]+\w)", path.read_text())
     missing = [name for name in named if not (pages.ROOT / f"{name.replace('.', '/')}.py").is_file()]
     assert missing == []
 
 
 def test_samples_run_in_order_in_one_folder(tmp_path: Path) -> None:
-    """Catches a sample that does not see a file of an earlier sample, and an expected output that is compared with
-    the output of the wrong sample."""
+    """A sample must see the files of earlier samples. An expected output is that of the sample before it."""
     text = (
         "<!-- file: a.txt -->\n```text\none\n```\n"
         "```bash\nexit 1\n```\n"
@@ -223,5 +212,5 @@ def test_another_version_of_torch_is_not_a_difference() -> None:
 
 
 def test_readme_is_short() -> None:
-    """README has at most 180 lines. What does not fit belongs on a page of ``docs``."""
+    """What does not fit belongs on a page of ``docs``."""
     assert len(make_docs.README.read_text().splitlines()) <= 180

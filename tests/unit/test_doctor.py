@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor reports the facts of the machine. It fails only if something that is required or requested cannot take
-effect."""
+"""The doctor reports the machine's facts. It fails only if something required or requested cannot take effect."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def test_asked_for_and_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_asked_for_and_autoload_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a silent no-op: the variable is set, but torch does not load entry points."""
+    """The variable is set, but torch does not load entry points."""
     monkeypatch.setenv("OVERLAP_INDUCTOR", "strict")
     monkeypatch.setenv(doctor.AUTOLOAD, "0")
     check = named(doctor.switches(), "by environment")
@@ -95,7 +94,7 @@ def test_asked_for_and_replaced_by_another_pass(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_asked_for_and_effective_with_another_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a doctor that compares only the requested and the effective mode, and no other switch."""
+    """Not only the mode is compared, but every switch."""
     monkeypatch.setenv("OVERLAP_INDUCTOR", "on")
     monkeypatch.setenv("OVERLAP_INDUCTOR_SUB_CHUNKS", "8")
     monkeypatch.setattr(probe, "config_in_slot", lambda: OverlapConfig(sub_chunks=2))
@@ -113,7 +112,7 @@ def test_a_hindrance_is_bad_only_if_overlap_is_asked_for(
 
 
 def test_machine_facts_are_named_with_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The source of each fact shows the user whether a machine file is in effect."""
+    """A fact's source shows the user whether a machine file is in effect."""
     assert named(machine_facts(), "link_bytes").value == "1e+09 (shipped for cpu)"
     monkeypatch.setenv("OVERLAP_INDUCTOR_MACHINE", '{"link_bytes": 6.25e7, "matmul_flops": {"4": 4e10}}')
     found = machine_facts()
@@ -138,7 +137,6 @@ def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     [("OVERLAP_INDUCTOR_SHEDULE", "OVERLAP_INDUCTOR_SCHEDULE?"), ("OVERLAP_INDUCTOR_MODE", "OVERLAP_INDUCTOR?")],
 )
 def test_a_switch_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch, name: str, near: str) -> None:
-    """Catches a misspelt variable that is accepted although it changes nothing."""
     monkeypatch.setenv(name, "ring")
     check = named(doctor.switches(), name)
     assert check.state == BAD and f"Did you mean {near}" in check.advice
@@ -251,8 +249,7 @@ def test_schedules_on_gpus_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_schedules_on_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four GPUs, only the last is cut off. For each GPU, the doctor lists the GPUs that this GPU
-    cannot reach."""
+    """Of four GPUs, only the last is cut off. The doctor lists which GPUs each GPU cannot reach."""
     gpus(monkeypatch, 4, cut_off=(3,))
     assert [name for name, answer in answers().items() if answer == "yes"] == ["ring", "wave_groups", "early_start"]
     assert named(runs_here(), "chunked").value.splitlines() == [
@@ -275,7 +272,7 @@ def test_a_torch_without_the_backend_runs_no_ring(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_doctor_names_no_schedule() -> None:
-    """Catches a list of schedules in the doctor's sources. Such a list would miss a new schedule."""
+    """A list of schedules in the doctor's sources would miss a new schedule."""
     sources = [path.read_text() for path in Path(doctor.__file__).parent.glob("doctor*.py")]
     assert len(sources) >= 4
     assert not re.findall(rf"\b({'|'.join(schedule.name for schedule in SCHEDULES)})\b", "".join(sources))
@@ -376,7 +373,7 @@ LONG = "a reason of many words that is longer than a terminal is wide, as a path
 
 
 def test_a_pipe_gets_whole_lines_without_escape_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches lines that are cut or wrapped as on a terminal, and colour codes in a log file."""
+    """Lines must not be cut or wrapped, and a log file must not hold colour codes."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
     text = as_text([Check("A [x]", "one", BAD, LONG, "[bold]Do[/bold] this.", "no")], io.StringIO())
@@ -415,8 +412,8 @@ def test_json_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_this_machine_in_a_process_of_its_own(inductor_base: ForkBase) -> None:
-    """The whole command, without mocks: the doctor ends and prints JSON on any machine. The overlap is requested, but
-    torch loads no entry points. So the exit status is 1."""
+    """The whole command, without mocks, on any machine. Overlap is requested, but torch loads no entry points, so the
+    exit status is 1."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}
     environment.update(
         OVERLAP_INDUCTOR="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0", PYTHONPATH=str(Path(__file__).parents[2])

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to CUDA's driver, their order and their errors. A fake library records the calls. A test can choose one
-call that fails."""
+"""Calls to CUDA's driver, their order and their errors. A fake library records the calls, and can make one fail."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from overlap_inductor.runtime import driver
 
 
 class Library:
-    """Records the calls of its functions. The function whose name is ``fails`` returns an error."""
+    """Records the calls of its functions. The function named ``fails`` returns an error."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails = fails

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dump folder has a fixed layout, and the same report gives the same bytes. A failed write leaves no half-written
-file and does not fail the compile."""
+"""The dump folder has a fixed layout, and equal reports give equal bytes. A failed write leaves no half-written file
+and does not fail the compile."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files in the graphs' folders, without the files that name the run. Files directly in the dump folder are left
-    out, too."""
+    """The files in the graphs' folders, without those that name the run."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MARK]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.parent != folder}
 
@@ -56,12 +55,12 @@ def test_the_same_report_again_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_another_process_writes_the_same_bytes(torch_base: ForkBase, tmp_path: Path) -> None:
-    """Catches a dump that holds a time, a process number, an address, or an order that depends on the hash seed."""
+    """A dump must not hold a time, a process number, an address, or an order that depends on the hash seed."""
     script = (
         "import sys; from overlap_inductor.report.dump import write_dump; from tests.unit import sample_reports as s\n"
         "for r in (s.llama(3), s.block(), s.llama(2)): write_dump(r, sys.argv[1], 0)"
     )
-    # (The fork is not a fork of this process, and has another hash seed.)
+    # The fork is made from another process, with another hash seed.
     here, there = tmp_path / "here", tmp_path / "there"
     for report in (samples.llama(3), samples.block(), samples.llama(2)):
         write_dump(report, here, 0)
@@ -72,7 +71,7 @@ def test_another_process_writes_the_same_bytes(torch_base: ForkBase, tmp_path: P
 
 
 def test_another_report_of_the_same_name_gets_a_suffix(tmp_path: Path) -> None:
-    """Catches a recompile that overwrites the report of an earlier graph of the same name."""
+    """A recompile must not overwrite an earlier graph's report of the same name."""
     places = [write_dump(samples.llama(layers), tmp_path, 0) for layers in (1, 2, 1, 3)]
     assert [p.name for p in places if p] == ["0_0_inference", "0_0_inference_2", "0_0_inference", "0_0_inference_3"]
     assert "layers.{0..1}" in (tmp_path / "rank_0" / "0_0_inference_2" / "report.txt").read_text()
@@ -103,8 +102,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: 
 
 
 def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a write into the old file itself. If the disk were full, half a file would be left. A reader could also
-    see half a file during the write."""
+    """A write into the old file itself could leave half a file, or show it to a reader."""
     place = write_dump(samples.llama(1), tmp_path, 0)
     assert place is not None
     before = contents(tmp_path)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a graph's exchange is the same on all ranks, even if the ranks' graphs differ in ways that do
-not change what is sent."""
+"""The text of a graph's exchange is equal on all ranks. Their graphs may differ in ways that do not change what is
+sent."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.hand_graph import aten
 
 
 def _steps(function: Callable[..., Any]) -> list[str]:
-    """The steps of the exchange of ``function``, which has a gather with pointwise ops before its matmul. A looping op
-    computes the pointwise ops on shards."""
+    """The steps of the exchange of ``function``: a gather with pointwise ops before its matmul. A looping op computes
+    these ops on shards."""
     with fake_group(3):
         (report,) = reports_of(function, torch.randn(6, 4), torch.randn(12, 8), step_node_budget=1)
     steps: list[str] = json.loads(report.exchange)["steps"]
@@ -35,8 +35,7 @@ def _gathered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_ops_that_are_computed_before_sending_are_named_in_graph_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text must not list the ops in the order of a set of nodes, because a set's order may differ between
-    processes."""
+    """The order of a set of nodes may differ between processes."""
     between, texts = GatherNodes.between, []
     for reverse in (False, True):
         monkeypatch.setattr(
@@ -54,8 +53,8 @@ def _line(made: HandGraph, result: Any) -> str:
 
 
 def test_symbols_of_reordered_dims_are_named_alike() -> None:
-    """Ranks' graphs may number their symbols differently. So the text must name the sizes of a transposed result
-    without the graph's own symbols."""
+    """Ranks may number their symbols differently. So the text names the sizes of a transposed result without
+    symbols."""
     lines = []
     with fake_group(2):
         for others in (0, 2):
@@ -69,8 +68,8 @@ def test_symbols_of_reordered_dims_are_named_alike() -> None:
 
 @pytest.mark.parametrize("splits", [False, True], ids=["one dim", "split dims"])
 def test_the_order_is_named_if_a_dim_other_than_the_first_is_scattered(splits: bool) -> None:
-    """The text names the order of the dims. A rank's graph may split the columns into several dims. Such a split
-    must not change the text."""
+    """The text names the order of the dims. A rank's graph may split the columns into several dims, which must not
+    change the text."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(6 * 4, 16), made.input(16, 8, name="w"))

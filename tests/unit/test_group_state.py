@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process group has one state for each kind of state and each device. After the group is destroyed, its states are
-dropped when the next state of any kind is made. The next group of the same name gets new states."""
+"""A process group has one state for each kind of state and each device. After the group is destroyed, making any new
+state drops the old ones. A later group of the same name gets new states."""
 
 from __future__ import annotations
 
@@ -66,10 +66,9 @@ def test_states_of_a_destroyed_group_are_closed_in_reverse_order_and_dropped() -
 
 
 def test_each_kind_counts_its_own_groups_of_a_name() -> None:
-    """A state's ``incarnation`` is the number of earlier groups that had the same name and a state of the same kind.
-    The number is part of keys in the store, so it must be equal on all ranks. All ranks make a given kind of state
-    for the same groups. But some groups may have a state of one kind and none of another kind, so each kind has a count
-    of its own."""
+    """``incarnation`` is the number of earlier groups with this name and a state of this kind. It is part of keys in
+    the store, so it must be equal on all ranks. A group may have states of some kinds only, so each kind has its own
+    count."""
     always, sometimes = Kind("always", Thing), Kind("sometimes", Thing)
     for number in range(3):
         with fake_group() as group:
@@ -79,7 +78,7 @@ def test_each_kind_counts_its_own_groups_of_a_name() -> None:
 
 
 def test_nothing_is_dropped_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing a state may wait for the GPU, and such a wait would invalidate the capture."""
+    """Closing a state may wait for the GPU, which would invalidate the capture."""
     ended: list[Thing] = []
     kind = Kind("thing", Thing, ended.append)
     with fake_group() as first:
@@ -94,8 +93,7 @@ def test_nothing_is_dropped_while_a_graph_is_captured(monkeypatch: pytest.Monkey
 
 
 def test_a_state_stays_if_its_calls_cannot_be_waited_for() -> None:
-    """If CUDA has failed, for example, the end of running calls cannot be awaited. These calls may still use the
-    state's memory, so the state must stay."""
+    """If CUDA has failed, the end of running calls cannot be awaited. The calls may still use the state's memory."""
     broken = [True]
 
     def close(thing: Thing) -> None:
@@ -156,8 +154,8 @@ def test_threads_make_a_state_once_and_the_states_of_two_devices_at_the_same_tim
 
 
 def test_exchanges_of_a_destroyed_group_are_not_those_of_the_next_one() -> None:
-    """The ops of a graph find an exchange by the address of its buffer. A buffer of the next group may have the
-    address of a buffer of the destroyed group. The ops must not find the destroyed group's exchange then."""
+    """Ops find an exchange by its buffer's address, which a later group's buffer may reuse. The later group's ops must
+    not find the destroyed group's exchange."""
     buffer = torch.zeros(2, 4)
 
     def opened(group: dist.ProcessGroup) -> exchange.Exchange:

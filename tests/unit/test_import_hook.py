@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import_hook.when_imported`` runs its callback at the right time. Until that time, the callback can be cancelled."""
+"""``import_hook.when_imported`` runs its callback at the right time. Until then, the callback can be cancelled."""
 
 from __future__ import annotations
 

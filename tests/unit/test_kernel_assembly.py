@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembles the fused and signalling kernels for Hopper, on a machine without a GPU. This finds errors in inline
-assembly."""
+"""Assembles the fused and signalling kernels for Hopper without a GPU. This finds errors in inline assembly."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from overlap_inductor.kernels.wave_groups import wait_for_group
 
 @triton.jit
 def everything(flag, peer_flag, stop, mine, theirs, value, patience):
-    # The assembly has labels, and the labels of two calls must not clash. So waits and additions are called twice.
+    # Waits and additions are called twice, because the labels of two calls must not clash.
     for i in range(value):
         signals.wait_at_least(flag, i, stop, patience, 1, 0)
         signals.load_fence()
@@ -51,15 +50,15 @@ def test_signals_assemble_for_hopper() -> None:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     text = compiled.asm["ptx"]
     assert compiled.asm["cubin"].startswith(b"\x7fELF")
-    # (A wait that times out stores constants with a release. The pattern does not match these stores.)
+    # A wait that times out stores constants with a release. The pattern leaves these stores out.
     events = re.findall(r"ld\.acquire\.sys|bar\.sync|(?:st|red)\.release\.sys(?=[^\n]*, %r)", text)
     assert (
         events.count("ld.acquire.sys") == 2
         and events.count("st.release.sys") == 2
         and events.count("red.release.sys") == 2
     )
-    # Of all threads that time out, only the thread that finds the abort word clear writes the record. This thread then
-    # marks the board, and sets the ranks' abort words.
+    # Of the threads that time out, only the first to find the abort word clear writes the record. It then marks the
+    # board and sets the ranks' abort words.
     given_up = re.findall(
         r"atom\.relaxed\.sys\.global\.cas|st\.relaxed\.sys\.global|st\.release\.sys\.global\.s32(?=[^\n]*, 1;)", text
     )
@@ -85,8 +84,8 @@ def _unspecialised(kernel: Any) -> set[int]:
 
 
 def _weights(count: int, block_n: int, halves: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
-    """The types of the arguments for ``count`` transposed weights of a gather, and the constants of the kernel. The
-    arguments for the absent weights are constants, too."""
+    """The types of the arguments for ``count`` transposed weights of a gather, and the kernel's constants. Arguments
+    for absent weights are constants."""
     types, constants = {}, {"COUNT": count}
     for i in range(4):
         names = (f"b{i}_desc", f"c{i}_desc", f"c{i}", f"bias{i}")
@@ -181,7 +180,7 @@ SLICES = {
 
 
 def _multiplying(machine: str) -> list[list[str]]:
-    """The machine code between one multiplication and the next, inside the loops over K."""
+    """The machine code between two multiplications, inside the loops over K."""
     lines = machine.splitlines()
     multiplies = [i for i, line in enumerate(lines) if "HGMMA" in line]
     return [lines[a:b] for a, b in zip(multiplies, multiplies[1:]) if b - a < 100]
@@ -262,9 +261,8 @@ EXCHANGE = {**SCATTER, "EXCHANGES": True, "EARLY": 7, "COPY": 8192}
     ],
 )
 def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
-    """Accumulators of the tile shape that is used on Hopper stay in registers. Data for peers is stored in bulk or 16
-    bytes at a time. The loops over K share one region of shared memory for their stages, so the kernel fits into 227
-    KiB."""
+    """Accumulators stay in registers. Data for peers is stored in bulk or 16 bytes at a time. The loops over K share
+    one region of shared memory, so the kernel fits into 227 KiB."""
     types, others = _weights(1, 256) if kernel in (all_gather_matmul, all_gather_matmul_slices) else ({}, {})
     text, machine, shared = _assembled(
         kernel, constants | others, (128, 256, 64), tmp_path, 4 if kernel is matmul_all_reduce else 3, types
@@ -275,14 +273,14 @@ def test_sums_stay_in_registers(kernel: Any, constants: dict[str, Any], tmp_path
     assert not [line for loop in loops for line in loop if "LDL" in line or "STL" in line], (
         "a loop over K keeps something on the stack"
     )
-    # If each thread read a flag by itself, only some threads of a block might see the signal. The threads would then
-    # diverge and not meet at a barrier.
+    # If each thread read a flag by itself, only some threads might see the signal. They would diverge and not meet at a
+    # barrier.
     assert "ld.volatile" not in text
 
 
 def test_all_slices_of_a_contraction_share_a_loop(tmp_path: Path) -> None:
-    """With the planned parameters, there is one loop over K. The loop reads this rank's own rows or the workspace, each
-    through a tensor map. The kernel selects the map before the loop, and does not copy the map to the stack."""
+    """There is one loop over K. It reads this rank's own rows or the workspace, each through a tensor map. The kernel
+    selects the map before the loop, and does not copy it to the stack."""
     left_out = ("SCATTERED", *NO_EPILOGUE)
     constants = {name: value for name, value in GATHER.items() if name not in left_out}
     constants |= {"PARTS": 4, "PUSHERS": 12, "KEEP": False, "HALVES": True, "BIAS": True}
@@ -294,9 +292,9 @@ def test_all_slices_of_a_contraction_share_a_loop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.thorough), 4])
 def test_weights_of_one_launch_share_a_loop(count: int, tmp_path: Path) -> None:
-    """With the planned parameters, there is one loop over K for the rank's own tiles and one for the peers' tiles,
-    whatever the number of weights. The kernel selects a weight's tensor map before the loop, and does not copy
-    the map to the stack. The bulk copy unit could not read such a copy."""
+    """There is one loop over K for own tiles and one for the peers' tiles, whatever the number of weights. A weight's
+    tensor map is selected before the loop. It must not be copied to the stack, where the bulk copy unit could not read
+    it."""
     types, others = _weights(count, 256, halves=True)
     constants = (
         GATHER
@@ -351,9 +349,8 @@ SIGMOID_AND_RESIDUAL = (("full", "row"), (("sigmoid", "x"), ("mul", "t0", "e1"),
 def test_epilogues_keep_the_loops_over_k_off_the_stack(
     kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path
 ) -> None:
-    """Uses the planned parameters. An op on a whole accumulator needs registers for a second accumulator. If too few
-    registers are left, values go to the stack. So the test allows ``words`` instructions that access the stack, all
-    outside the loops over K. (These instructions are counted with Triton 3.6 only.)"""
+    """An op on a whole accumulator needs registers for a second one. The test allows ``words`` instructions that access
+    the stack, all outside the loops over K. It counts them with Triton 3.6 only."""
     constants = (
         {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0}
         if kernel is all_gather_matmul
@@ -386,8 +383,8 @@ def test_epilogues_keep_the_loops_over_k_off_the_stack(
 def test_a_matmul_in_groups_stores_in_bulk_and_counts_after_a_fence(
     transposed: bool, shards: dict[str, int], tmp_path: Path
 ) -> None:
-    """Uses the planned parameters. A block counts a tile after the tile's bulk stores are done. After a barrier, one
-    thread of the block adds to the count with a release."""
+    """A block counts a tile after the tile's bulk stores are done. After a barrier, one thread adds to the count with a
+    release."""
     right = f"tensordesc<bf16[{'256, 64' if transposed else '64, 256'}]>"
     constants = {"BATCH": 8, "THREADS": 256, "HALVES": True, "TRANSPOSED": transposed, "BIAS": True, **shards}
     text, machine, shared = _assembled(matmul_in_groups, constants, (128, 256, 64), tmp_path, 4, {"b_desc": right})
@@ -436,11 +433,10 @@ def test_a_matmul_in_groups_stores_in_bulk_and_counts_after_a_fence(
 def test_a_tile_is_counted_when_its_bulk_stores_are_done(
     kernel: Any, constants: dict[str, Any], counts: str, tmp_path: Path
 ) -> None:
-    """Before one thread counts a tile with a release, the block waits for its bulk stores, fences them against later
-    loads, and meets at a barrier. (For the all-reduce, Triton's cache has the kernel from
-    ``test_sums_stay_in_registers``.)"""
+    """One thread counts a tile with a release. Before that, the block waits for its bulk stores, fences them against
+    later loads, and meets at a barrier."""
     text, _, _ = _assembled(kernel, constants, (128, 256, 64), tmp_path, 4, {})
-    # (Triton 3.9 adds a barrier before an atomic, and turns an atomic whose result is not used into a ``red``.)
+    # Triton 3.9 adds a barrier before an atomic, and turns an atomic whose result is not used into a ``red``.
     found = re.findall(rf"bar\.sync|fence\.proxy\.async\.global|cp\.async\.bulk\.wait_group 0|{counts}", text)
     events = [event for event, before in zip(found, ["", *found]) if event != "bar.sync" or before != event]
     counted = [i for i, event in enumerate(events) if event.startswith(("atom", "red"))]
@@ -449,7 +445,7 @@ def test_a_tile_is_counted_when_its_bulk_stores_are_done(
         for i in counted
         if events[max(0, i - 3) : i] == ["cp.async.bulk.wait_group 0", "fence.proxy.async.global", "bar.sync"]
     ]
-    # (In ``matmul_reduce_scatter``, the last add counts blocks that have ended, and no tiles.)
+    # In ``matmul_reduce_scatter``, the last add counts blocks that have ended.
     assert fenced and fenced == (counted if kernel is matmul_all_reduce else counted[:-1]), events
 
 

@@ -125,8 +125,7 @@ def test_the_error_is_relative_and_never_hides_a_missing_or_bad_result(monkeypat
 
 
 def test_shares_of_a_trace() -> None:
-    """Catches time that is counted twice because two ranges are nested. A matmul must count for the site whose transfer
-    is in flight."""
+    """Nested ranges must not count time twice. A matmul counts for the site whose transfer is in flight."""
     spans = [
         Span("aten::mm", 0, 1000),
         Span("overlap_inductor::exchange_start a", 1000, 1100),

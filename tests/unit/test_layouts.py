@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares layouts with numpy: a layout must place each element where reshape, transpose and cat place it in an
-array. Each dim of a layout is a list of *atoms* (``sites.layouts``). The rank atom counts the ranks."""
+"""Compares layouts with numpy: a layout must place each element where reshape, transpose and cat place it.
+
+Each dim of a layout is a list of *atoms* (``sites.layouts``). The rank atom counts the ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ world_sizes = st.integers(2, 5)
 
 
 def array_of(layout: Layout, memory: Layout) -> np.ndarray:
-    """The elements of a tensor in ``layout``. The value of each element is the element's position in ``memory``, a
-    layout of the same atoms."""
+    """The elements of a tensor in ``layout``. An element's value is its position in ``memory``, a layout of the same
+    atoms."""
     source, target = memory.flat(), layout.flat()
     data = np.arange(int(np.prod([a.size for a in source], dtype=int))).reshape([a.size for a in source])
     return data.transpose(
@@ -43,8 +45,7 @@ def arange(layout: Layout) -> np.ndarray:
 
 @st.composite
 def regrouped(draw: st.DrawFn, shape: list[int]) -> list[int]:
-    """A shape with as many elements as ``shape``: neighbouring dims are merged, dims are split, and ones are
-    inserted."""
+    """A shape with as many elements: neighbouring dims merged, dims split, ones inserted."""
     shape = list(shape)
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, len(shape) - 1))
@@ -62,8 +63,6 @@ def regrouped(draw: st.DrawFn, shape: list[int]) -> list[int]:
 @many
 @given(st.data(), shards, world_sizes)
 def test_chains_of_views_and_permutes(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """A reshape after a permute must map each dim to the right atoms. With wrong atoms, a site would multiply rows of
-    another rank."""
     raw = Layout.gathered(shard, world_size)
     layout, array = raw, arange(raw)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -130,8 +129,8 @@ def test_scatter_mirrors_gather(data: st.DataObject, shard: list[int], world_siz
 @many
 @given(shards, world_sizes)
 def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
-    """Without its rank atom, a layout has the shape of the shard. ``shape`` can replace the size of an atom, for
-    example by the size of a sub-chunk."""
+    """Without its rank atom, a layout has the shard's shape. ``shape`` can replace the size of an atom, for example by
+    that of a sub-chunk."""
     raw = Layout.gathered(shard, world_size)
     own = raw.without_rank()
     assert own.shape() == shard and own.rank_dim() is None
@@ -142,8 +141,8 @@ def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
 @many
 @given(st.data(), shards, world_sizes)
 def test_same_elements(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """``same_elements`` is true only if both layouts hold the same elements in the same order. Two layouts with
-    different atoms of equal sizes hold different elements."""
+    """``same_elements`` is true only if both layouts hold the same elements in one order. Different atoms of equal
+    sizes are different elements."""
     raw = Layout.gathered(shard, world_size)
     order = data.draw(st.permutations(range(len(shard))))
     moved = raw.permute(order)
@@ -153,8 +152,7 @@ def test_same_elements(data: st.DataObject, shard: list[int], world_size: int) -
 
 
 def test_a_split_atom_is_known_to_layouts_made_before() -> None:
-    """If an atom is split later, every layout that holds the atom sees the split (``refined``). Otherwise comparisons
-    of layouts would be wrong."""
+    """If an atom is split later, every layout that holds it sees the split (``refined``)."""
     raw = Layout.gathered([12], 2)
     split = raw.reshape([2, 3, 4])
     assert raw.same_elements(split) and raw.reshape([6, 4]).same_elements(split)
@@ -163,14 +161,14 @@ def test_a_split_atom_is_known_to_layouts_made_before() -> None:
 
 @pytest.mark.parametrize("shape", [[2, 6], [8, 1, 2], [3, 4], [12, 2], [2, 2]])
 def test_reshapes_that_cannot_be_followed(shape: list[int]) -> None:
-    """A reshape raises an error if it cuts the rank atom, cuts a dim that cannot be split, or has too many or too few
-    elements. It never gives a wrong layout."""
+    """A reshape raises an error if it cuts the rank atom or a dim that cannot be split. It also raises one for a wrong
+    number of elements."""
     with pytest.raises(LayoutError, match="reshape to"):
         Layout.gathered([1, 3], 4).reshape(shape)
 
 
 def test_move_rank_needs_the_rank_in_front() -> None:
-    """After a permute, the pieces along dim 0 are not the ranks' shards. So ``move_rank`` must raise an error."""
+    """After a permute, the pieces along dim 0 are not the ranks' shards."""
     with pytest.raises(LayoutError, match="not the ranks' shards"):
         Layout.gathered([3, 4], 2).permute([1, 0]).move_rank(0, 1)
     with pytest.raises(LayoutError, match="no sharded dim"):
@@ -197,8 +195,8 @@ def test_symbols_add_no_guard() -> None:
 
 
 def test_total_of_a_size_that_is_not_a_known_multiple() -> None:
-    """A dim of ``size`` has the atoms ``4`` and ``size // 4``. Without ``total``, their product would not compare equal
-    to ``size``."""
+    """A dim of ``size`` has the atoms ``4`` and ``size // 4``. Without ``total``, their product would not equal
+    ``size``."""
     size = symbol(24)
     rank = Atom(4, rank=True, total=size)
     assert same_size(product([rank, Atom(size // 4)]), size)

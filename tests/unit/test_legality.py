@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every reason code has a graph. The last site of the graph, or its only near miss or stretch, has this code and no
-other."""
+"""Every reason code has a graph whose last site, or only near miss or stretch, has this code and no other."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ from tests.unit.reasons import weight
 
 @pytest.mark.parametrize("name", CASES)
 def test_reason(name: str) -> None:
-    """Catches a check that does not refuse its graph, or that gives another reason than the expected one. Also catches
-    a graph that is changed although a check refused the site."""
+    """A refused site must have the expected reason, and its graph must not change."""
     code, status, function = CASES[name]
     with fake_group(WORLD_SIZES.get(code, 2)):
         report = function()
@@ -70,7 +68,7 @@ def test_the_reason_says_what_is_in_the_way(name: str, text: str) -> None:
 
 
 def test_every_code_has_a_case() -> None:
-    """Fails if a reason code has no case, or if a case names a code that no longer exists."""
+    """Fails if a reason code has no case, or if a case names a code that does not exist."""
     package = Path(overlap_inductor.__file__).parent
     files = (p for folder in ("passes", "sites", "lowerings") for p in (package / folder).rglob("*.py"))
     sources = "".join(p.read_text() for p in files)
@@ -81,7 +79,7 @@ def test_every_code_has_a_case() -> None:
 
 
 def test_the_first_failing_check_gives_the_reason() -> None:
-    """The order of the checks must not change: the user's switches are checked before the site's properties."""
+    """The user's switches are checked before the site's properties."""
     with fake_group(2):
         (site,) = reduce_site("max").run(patterns=("all_gather_matmul",)).sites
     assert [r.code for r in site.decision.reasons] == ["switched_off"]
@@ -90,7 +88,7 @@ def test_the_first_failing_check_gives_the_reason() -> None:
 @pytest.mark.parametrize("point", ["apply", "placing", "half way", "order", "lint"])
 def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the rewrite fails as a whole, the graph is restored, every node has a ``val``, and all sites have failed. If
-    it fails at one site, only that site has failed, and the other site is still rewritten."""
+    it fails at one site, the other site is still rewritten."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.gather(made.input(4, 16)), weight(made))
@@ -124,11 +122,11 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
             (s.decision.status, s.decision.reasons[0].code) for s in report.sites if s.decision.status == "failed"
         ]
         if point == "placing":
-            # Only the gather calls ``Placement.apply``, so only the gather fails. The all-reduce is still rewritten.
+            # Only the gather calls ``Placement.apply``, so only the gather fails.
             assert failed == [("failed", "rewrite_failed")] and report.sites[1].decision.status == "overlapped"
             return
         if point == "half way":
-            # Only the second site fails. The first is still rewritten.
+            # Only the second site fails.
             assert failed == [("failed", "rewrite_failed")] and report.sites[0].decision.status == "overlapped"
             assert report.after.count("all_reduce_default") > 1 and "gather_step" in report.after
             return
@@ -156,7 +154,7 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
 )
 def test_strict_mode_raises_only_for_refused_and_failed_sites(name: str, raises: bool) -> None:
     """Strict mode does not raise for a near miss or a kept site. A site is kept if it is switched off, moves no data or
-    does not pay, or if the mode is report."""
+    does not pay, and in mode ``report``."""
     code, _, function = CASES[name]
     with fake_group(WORLD_SIZES.get(code, 2)):
         report = function()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembles the litmus kernels for Hopper, without a GPU. (Running them takes two GPUs.) This finds a call that no
-longer fits the package's function, for example because the function has a new parameter."""
+"""Assembles the litmus kernels for Hopper, without a GPU. This finds a call that no longer fits the package's
+function."""
 
 from __future__ import annotations
 

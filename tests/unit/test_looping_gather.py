@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping op of gathers, without other ranks. In every form, the sequence of its matmuls on slices must give
-the result of the whole matmul."""
+"""The looping op of gathers, without other ranks: its matmuls on slices must give the result of the whole matmul."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def slice_by_slice(
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(5, 4), (1, 4), (5, 0), (0, 4)])
 def test_slices_make_the_whole_matmul(form: Form, rows: int, width: int) -> None:
-    """An empty contraction gives zeros and not uninitialised memory. Empty sub-chunks change nothing."""
+    """An empty contraction gives zeros. Empty sub-chunks change nothing."""
     generator = torch.Generator().manual_seed(0)
     shards = torch.randn(3, rows, width, generator=generator, dtype=torch.float64)
     inner = rows if form.transposed else width
@@ -61,14 +60,14 @@ def test_slices_make_the_whole_matmul(form: Form, rows: int, width: int) -> None
 
 
 def test_a_split_contraction_is_summed_in_fp32() -> None:
-    """If the products of slices were summed in bf16, a small product would be lost when it is added to a large sum."""
+    """In bf16, a small product would be lost when it is added to a large sum."""
     shards = torch.tensor([256.0, 1.0, 1.0]).bfloat16().view(3, 1, 1)
     found = slice_by_slice(Form("lhs", "K", False), shards, torch.ones(3, 1).bfloat16(), None, [0, 1])
     assert found.dtype == torch.bfloat16 and found.item() == 258
 
 
 def test_shards_without_elements_leave_no_row_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op sends nothing, but must still write the bias into every row of the result."""
+    """The op sends nothing, but must write the bias into every row of the result."""
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda self, *sizes, **keywords: new_empty(self, *sizes, **keywords).fill_(7)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an op's results and chain tokens (one-byte tensors that order ops) are allocated. For a tensor on the current
-GPU, the allocator of the generated code is called. For a tensor on another device, ``new_empty`` is called."""
+"""How an op's results and chain tokens are allocated: by the generated code's allocator on the current GPU, by
+``new_empty`` elsewhere."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from overlap_inductor.sites.naming import module_of
 
 
 def _renaming_keywords(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator like the one that Hugging Face uses for renamed arguments. The wrapper receives ``self`` as
-    ``args[0]``."""
+    """A decorator like Hugging Face's for renamed arguments: its wrapper receives ``self`` as ``args[0]``."""
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **keywords: Any) -> Any:

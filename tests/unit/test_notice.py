@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line about a compiled graph. Users who have not configured logging see it. If logging is configured, the line is
-seen at most once."""
+"""The line about a compiled graph. Without configured logging, users see it. With logging, it is seen at most once."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ log = logging.getLogger("overlap_inductor")
 
 @pytest.fixture(autouse=True)
 def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """A new root logger, as in a process without configured logging. (pytest's root logger has handlers.)"""
+    """A new root logger, as in a process without configured logging."""
     made = logging.RootLogger(logging.WARNING)
     monkeypatch.setattr(log, "parent", made)
     monkeypatch.setattr(log, "handlers", [])
@@ -63,8 +62,7 @@ def test_without_any_configuration_it_is_on_standard_error(capsys: pytest.Captur
 def test_a_handler_of_the_user_gets_it_once(
     root: logging.Logger, capsys: pytest.CaptureFixture[str], level: int
 ) -> None:
-    """The user's handler gets the line even if the root logger has its default level (warning), because the user did
-    not choose that level."""
+    """The user did not choose the root logger's default level, so the line is shown at this level, too."""
     root.setLevel(level)
     heard = listener(root)
     notice.show("line")
@@ -74,7 +72,7 @@ def test_a_handler_of_the_user_gets_it_once(
 def test_torchs_own_handler_gets_it_only_if_the_user_set_a_level(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """``TORCH_LOGS=overlap_inductor`` sets a level. Without a level, the line is printed without torch's prefix."""
+    """``TORCH_LOGS=overlap_inductor`` sets a level. Otherwise the line is printed without torch's prefix."""
     heard = listener(log, by_torch=True)
     log.propagate = False
     notice.show("unasked")
@@ -91,7 +89,7 @@ def test_a_level_without_a_handler_shows_it(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_level_of_its_own_silences_it(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """For example, ``TORCH_LOGS=-overlap_inductor`` sets a level for the package. This level silences the line."""
+    """For example, ``TORCH_LOGS=-overlap_inductor`` sets such a level."""
     log.setLevel(logging.ERROR)
     heard = listener(root)
     notice.show("line")

@@ -41,15 +41,15 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_as(base: ForkBase, folder: Path, rank: int, layers: str, **variables: str) -> None:
-    """Write reports of ``rank`` in a separate process. ``variables`` are added to the environment of the process, for
-    example the variables that a launcher sets."""
+    """Write reports of ``rank`` in a separate process. ``variables``: added to its environment, for example those of a
+    launcher."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **variables}
     base.run("-c", WRITE, str(folder), str(rank), layers, env=environment).check_returncode()
 
 
 @pytest.fixture(scope="module")
 def two_runs(torch_base: ForkBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which two runs of two ranks wrote, started as by ``torchrun``. The second run has fewer graphs."""
+    """The folder of two runs of two ranks, started as by ``torchrun``. The second run has fewer graphs."""
     folder = tmp_path_factory.mktemp("dump")
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for layers in ("1,2", "5"):
@@ -59,7 +59,6 @@ def two_runs(torch_base: ForkBase, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_a_second_run_is_not_read_as_the_first(two_runs: Path) -> None:
-    """Catches a page that shows the reports of two runs as one run."""
     first, second = runs_of(two_runs)
     assert second.id == f"{first.id}-2" and first.date <= second.date
     assert [first.ranks, second.ranks] == [[0, 1], [0, 1]]
@@ -107,16 +106,14 @@ def test_the_first_write_leaves_a_page(tmp_path: Path) -> None:
 
 
 def test_the_page_is_complete_when_the_process_has_ended(torch_base: ForkBase, tmp_path: Path) -> None:
-    """The page is not rewritten after every graph, so it may lack the last graph for a while. Catches a page that still
-    lacks this graph when the process has ended."""
+    """The page is not rewritten after every graph. It must be complete when the process has ended."""
     write_as(torch_base, tmp_path, 0, "1,2,3,4,5,6")
     text = (tmp_path / "index.html").read_text()
     assert [f">{name}</a>" in text for name in ("0_0_inference", "0_0_inference_6")] == [True, True]
 
 
 def test_the_page_is_not_made_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of many graphs writes one report for each graph. If each report caused a new page of all graphs, the cost
-    would be quadratic in the number of graphs."""
+    """A new page for each graph's report would cost quadratic time."""
     made = []
     monkeypatch.setattr(overview, "write_overview", made.append)
     monkeypatch.setattr(overview, "_SHARE", 1e9)
@@ -179,8 +176,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "2
 
 
 def test_ranks_of_one_launch_have_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks of a run must have the same key. So the key may depend on the parent process only if all ranks run on
-    one host."""
+    """The key may depend on the parent process only if all ranks run on one host."""
     whole = {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}
     half = {**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}
     key, key_of_two_hosts = runs.launch_key({**whole, "RANK": "0"}), runs.launch_key({**half, "RANK": "0"})

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that allows private torch APIs in two folders only. It must find a private API in each of the spellings
-below."""
+"""The check that allows private torch APIs in two folders only. It must find each of the spellings below."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_page_is_well_formed(report: OverlapReport) -> None:
 
 @pytest.mark.parametrize("report", ALL)
 def test_page_loads_nothing(report: OverlapReport) -> None:
-    """Catches a script, style, font or image from elsewhere: the page is opened on machines without a network."""
+    """The page is opened on machines without a network."""
     html = render_html(report)
     page = Page(html)
     for tag, attributes in page.elements:
@@ -44,8 +44,7 @@ def test_page_loads_nothing(report: OverlapReport) -> None:
 
 
 def test_markup_in_names_is_text() -> None:
-    """The names, reasons, notice and graph of this report hold a script element. Catches a text that the page does not
-    escape."""
+    """The report's names, reasons, notice and graph hold a script element. The page must escape all of them."""
     html = render_html(samples.hostile())
     page = Page(html)
     assert len(page.named("script")) == 1, "only the page's own script"
@@ -73,7 +72,7 @@ def test_page_shows_what_the_report_says() -> None:
 
 
 def test_links_into_the_graph_lead_to_a_line() -> None:
-    """Catches a link to a site that the graph does not name, and a link whose line does not exist."""
+    """A link needs a site that the graph names, and a line that exists."""
     page = Page(render_html(samples.llama(2)))
     links = [a["href"] for a in page.named("a") if (a.get("href") or "").startswith("#line-")]
     identities = [attributes["id"] for _, attributes in page.elements if attributes.get("id")]
@@ -114,7 +113,7 @@ def test_unchanged_runs_are_folded_and_lose_no_line() -> None:
 
 
 def test_five_thousand_lines_render_in_seconds() -> None:
-    """Catches a quadratic comparison or search: dumps are written while a model compiles."""
+    """Dumps are written while a model compiles, so no comparison or search may be quadratic."""
     before = [f"mm_{i}: float32[4, 4] = aten.mm.default(view_{i}, permute_{i})" for i in range(5000)]
     after = [
         text
@@ -136,7 +135,7 @@ def test_a_line_of_two_sites_has_both_anchors() -> None:
 
 @pytest.mark.parametrize("report", [samples.llama(2), samples.every_schedule()])
 def test_a_page_has_a_dark_and_a_narrow_form(report: OverlapReport) -> None:
-    """Catches a colour that is defined for light pages only. Each colour must also have a value for dark pages."""
+    """Each colour must also have a value for dark pages."""
     html = render_html(report)
     light, dark = re.findall(r":root \{(.*?)\}", html, re.S)
     assert "@media (prefers-color-scheme: dark)" in html and "color-scheme: light dark" in light
@@ -151,7 +150,6 @@ def test_total_has_a_ratio() -> None:
 
 
 def test_a_slower_plan_is_marked_as_slower_and_drawn_red() -> None:
-    """Catches a slower plan whose lost time is drawn as a green box, like saved time."""
     report = samples.empty()
     report.sites = [samples.planned(*samples.PIECES["ring slower"], "m")]
     page = Page(render_html(report))
@@ -164,7 +162,7 @@ def test_a_slower_plan_is_marked_as_slower_and_drawn_red() -> None:
 
 
 def test_the_page_explains_its_words_and_colours() -> None:
-    """Catches a status, or a box of a timeline, that no text beside it explains."""
+    """A text explains each status, and each box of a timeline."""
     report = samples.empty()
     report.sites = [samples.planned(*samples.PIECES[name], "m") for name in ("ring slower", "ring gather")]
     report.sites.append(samples.site("lm_head", samples.refused("lm_head")))

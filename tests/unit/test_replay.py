@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host launches the kernels of some calls directly, and replays other calls as a CUDA graph. A fake recorder takes
-the place of the GPU."""
+"""The host launches some calls directly, and replays others as a CUDA graph. A fake recorder takes the place of the
+GPU."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def several_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Noted:
-    """A fake launch. ``done`` records each action: ``start`` if the host launched the call, ``graph`` if a graph was
-    launched, and ``abort`` if the group was aborted. ``failing``: numbers of the graph launches that fail."""
+    """A fake launch. ``done`` records ``start`` (the host launched the call), ``graph`` (a graph was launched) and
+    ``abort`` (the group was aborted). ``failing``: numbers of the graph launches that fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, graphs: bool = True, device: str = "cuda") -> None:
         self.done: list[str] = []
@@ -69,7 +69,7 @@ class Noted:
         monkeypatch.setattr(symmetric, "capturing", lambda: self.inside)
         monkeypatch.setattr(driver, "allocation", lambda address: self.allocations.get(address, 0))
         self.allocations: dict[int, int] = {}
-        """``{address: number of its allocation}``. The number of any other address is 0."""
+        """``{address: number of its allocation}``. Other addresses have number 0."""
 
     def _graph(self) -> None:
         self.launches += 1
@@ -84,7 +84,7 @@ class Noted:
         replays: bool = True,
         copied: Sequence[torch.Tensor | None] = (),
     ) -> list[str]:
-        """Make one call, and return the actions that the call caused."""
+        """Make one call, and return its actions."""
         before = len(self.done)
         launched(self.launch, what, tensors, lambda: self.done.append("start"), replays, copied)
         return self.done[before:]
@@ -97,8 +97,8 @@ def test_the_second_call_with_the_same_tensors_is_a_graph(monkeypatch: pytest.Mo
 
 
 def test_a_copy_from_another_allocation_at_the_same_address_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the program freed a copied tensor's memory (``torch.cuda.empty_cache``) and allocated it again, CUDA refuses
-    to launch the old graph. So the old graph is dropped, and a new one is captured."""
+    """If a copied tensor's memory was freed and allocated again, CUDA refuses to launch the old graph. So a new graph
+    is captured."""
     noted, a, b = Noted(monkeypatch), torch.zeros(4, 4), torch.zeros(4)
     for number in range(3):
         noted.allocations[a.data_ptr()] = number
@@ -192,8 +192,8 @@ def test_a_call_whose_graph_cannot_be_launched_is_launched_directly(
 
 
 def test_a_graph_that_fails_later_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a graph that was launched before cannot be launched again, the call raises the error and aborts the group.
-    Without the abort, peers would wait for this call until they time out."""
+    """If a graph fails at a later launch, the call raises and aborts the group. Otherwise peers would wait until they
+    time out."""
     noted, a = Noted(monkeypatch), torch.zeros(4)
     noted.failing = {3}
     assert [noted.call(a) for _ in range(3)] == [["start"], ["graph"], ["graph"]]
@@ -255,7 +255,7 @@ def test_a_failing_capture_is_logged_and_given_up_after_some_tries(
 
 
 def test_a_graph_is_captured_on_another_thread_in_the_callers_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks, without a GPU, the order of the steps before and after the capture."""
+    """Checks the order of the steps around the capture, without a GPU."""
     import threading
     from contextlib import contextmanager
 
@@ -301,7 +301,7 @@ def _addresses(tensors: Any) -> list[object]:
 
 
 copies: list[list[object]] = []
-"""For each of ``calls``, the addresses of the tensors that the call declares as copied."""
+"""For each of ``calls``, the addresses of the tensors that it declares as copied."""
 
 
 @pytest.fixture
@@ -401,7 +401,7 @@ def test_the_key_of_a_fused_call_holds_all_that_the_call_depends_on(calls: list[
     )
     fused.all_gather_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes), [bias])
     assert copies.pop() == [a.data_ptr()]
-    # If all tiles are whole, the product is summed in place, so the product has the address of the result.
+    # If all tiles are whole, the product is summed in place, at the address of the result.
     a = torch.zeros(256, 8)
     out = fused.matmul_all_reduce(a, b, LAUNCH, p, bias)
     assert calls[-1][0][5:] == (out.data_ptr(), out.data_ptr())
@@ -448,7 +448,7 @@ def test_the_key_of_a_fused_exchange_holds_all_that_the_call_depends_on(calls: l
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
             out = contraction.contracted_all_to_all_matmul(a, b, LAUNCH, parameters, bias, flag)
             assert calls[-1][1] == read and calls[-1][0][-1] == out.data_ptr()
-    # (Results of two calls may have the same address. So the keys must differ even without the results' addresses.)
+    # Results of two calls may have one address, so the keys must differ without it.
     assert len({what[:-1] for what, _ in calls}) == len(calls) == 12 and not any(copies)
     fused.all_to_all_matmuls(a, [b], LAUNCH, FusedParameters(2, copies_from=a.nbytes // LAUNCH.world_size), [bias])
     assert copies.pop() == [a.data_ptr()], "copy engines read all slices"

@@ -28,8 +28,7 @@ from tests.unit import sample_reports as samples
     "report", [samples.llama(3), samples.block(), samples.empty(), samples.hostile(), samples.broken()]
 )
 def test_round_trip_restores_the_whole_report(report: OverlapReport) -> None:
-    """Catches a field that is written but not read back. The report of a graph from a cache would then
-    lack this field."""
+    """If a field were not read back, the report of a cached graph would lack it."""
     restored = OverlapReport.from_json(report.to_json(graphs=True))
     assert restored == report
     assert restored.counters() == report.counters()
@@ -42,7 +41,7 @@ def test_another_schema_version_is_refused() -> None:
 
 
 def test_sites_json_has_the_fields_of_the_contract() -> None:
-    """Other tools read this file. Catches a field that was renamed or dropped."""
+    """Other tools read this file."""
     value = json.loads(samples.llama(1).to_json())
     assert {
         "schema_version",
@@ -86,8 +85,7 @@ def test_ranges() -> None:
 
 
 def test_a_common_name_never_names_a_layer_that_is_not_there() -> None:
-    """Catches ``layers.{0,1}.experts.{0,1}`` as the name of only three modules: two numbers vary, and one combination
-    is missing."""
+    """Two numbers vary, and one combination is missing, so ``layers.{0,1}.experts.{0,1}`` would be wrong."""
     names = [f"layers.{i}.experts.{j}.w" for i, j in [(0, 0), (0, 1), (1, 0)]]
     assert [name for name, _ in common_names(names)] == ["layers.0.experts.{0..1}.w", "layers.1.experts.0.w"]
     full = [f"layers.{i}.experts.{j}.w" for i in range(4) for j in range(2)]
@@ -99,8 +97,6 @@ def test_names_that_end_in_a_digit_are_not_layers() -> None:
 
 
 def test_layers_with_other_plans_sizes_or_values_in_reasons_stay_apart() -> None:
-    """Catches grouping by name alone. Layers with different plans, sizes or values in their reasons must stay in
-    separate groups."""
     report = samples.empty()
     report.sites = [samples.site(f"layers.{i}.mlp.down_proj", samples.overlapped()) for i in range(3)]
     report.sites[1] = samples.site(
@@ -117,8 +113,7 @@ def test_layers_with_other_plans_sizes_or_values_in_reasons_stay_apart() -> None
 
 
 def test_node_names_in_reasons_do_not_keep_layers_apart() -> None:
-    """The reasons of the layers differ only in the name of a node (mm, mm_1, mm_2). Catches a report that shows one row
-    for each layer only because these names differ."""
+    """The layers' reasons differ only in a node's name (mm, mm_1, mm_2). They must share one row."""
     report = samples.empty()
     for i, node in enumerate(["mm", "mm_1", "mm_27"]):
         reason = Reason("other_users", f"{node} is also used by add_{i}")
@@ -148,8 +143,8 @@ def test_plan_parameters_and_estimates_are_shown_per_token_range() -> None:
 
 
 def test_report_mode_does_not_promise_a_plan_that_mode_on_would_not_run() -> None:
-    """A report without sites mentions no plan. If the graph has a stretch, mode ``on`` would first rewrite the stretch,
-    and would then find other sites. So mode ``report`` must not promise a plan for the sites that it found."""
+    """A report without sites mentions no plan. With a stretch, mode ``on`` would first rewrite the stretch and then
+    find other sites. So mode ``report`` must not promise a plan."""
     report = samples.empty(mode="report")
     assert "\nmode report: the graph was not changed\n" in report.to_text()
     reason = Reason("report_mode", "leaves the graph alone")
@@ -223,9 +218,6 @@ def test_units() -> None:
         "513 to 4096",
         ">= 4097",
     ]
-
-
-# The whole text that a user reads
 
 
 def test_text_of_llama() -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates the routes on all ranks. On every route, a rank must receive what was sent to it and nothing else. On a
-gather's route, a rank must send only pieces that it has, and have all pieces at the end. On a reduction's route, each
-partial sum must reach its owner once."""
+"""Simulates the routes on all ranks. A rank must receive exactly what was sent to it.
+
+- Gathers: a rank sends only pieces that it has, and has all pieces at the end.
+- Reductions: each partial sum reaches its owner once.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ GATHERS = ("ring", "bidirectional")
 
 
 def every_size(test: Callable[..., None]) -> Any:
-    """Run ``test`` for each number of ranks in ``WORLDS``. One test serves all numbers of parts, because one number
-    takes less time than pytest's work for a test."""
+    """Run ``test`` for each number of ranks in ``WORLDS``. One test serves all numbers of parts, which is faster than a
+    pytest case for each."""
 
     @functools.wraps(test)
     def with_all_parts(**arguments: Any) -> None:
@@ -44,8 +46,8 @@ def hops(route: str, world_size: int, parts: int) -> list[list[routes.Hop]]:
 @every_size
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_every_hop_is_a_permutation(route: str, world_size: int, parts: int) -> None:
-    """Catches two ranks that send to one receiver in the same hop, a rank that sends to itself, and a receive without a
-    send. Each of these would make ranks hang."""
+    """In a hop, two ranks must not send to one receiver, no rank sends to itself, and each receive has a send.
+    Otherwise ranks hang."""
     for ranks in hops(route, world_size, parts):
         for link in range(len(ranks[0].sends)):
             assert sorted(h.sends[link].peer for h in ranks) == list(range(world_size))
@@ -58,7 +60,7 @@ def test_every_hop_is_a_permutation(route: str, world_size: int, parts: int) -> 
 @every_size
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_slots_fit_the_buffer(route: str, world_size: int, parts: int) -> None:
-    """Catches a piece beyond the end of the exchange buffer, and two pieces received into the same place."""
+    """No piece lies beyond the end of the exchange buffer, and no two pieces share a place."""
     received: Counter[tuple[int, int, int]] = Counter()
     for ranks in hops(route, world_size, parts):
         for rank, h in enumerate(ranks):
@@ -73,8 +75,7 @@ def test_slots_fit_the_buffer(route: str, world_size: int, parts: int) -> None:
 @every_size
 @pytest.mark.parametrize("route", GATHERS)
 def test_gathers_bring_every_shard_to_every_rank(route: str, world_size: int, parts: int) -> None:
-    """Catches a rank that sends a shard before the rank has received this shard. Also catches a shard that never
-    arrives, and a shard that arrives later than ``distances`` says."""
+    """A rank must have a shard before it sends the shard. Every shard must arrive when ``distances`` says."""
     have = [{(rank, part) for part in range(parts)} for rank in range(world_size)]
     for index, ranks in enumerate(hops(route, world_size, parts)):
         before = [set(h) for h in have]
@@ -92,7 +93,6 @@ def test_gathers_bring_every_shard_to_every_rank(route: str, world_size: int, pa
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("route", (*GATHERS, "direct"))
 def test_distances_name_every_other_rank_once(route: str, world_size: int) -> None:
-    """Catches a shard that is multiplied twice or never."""
     found = [shift % world_size for shifts in routes.distances(route, world_size) for shift in shifts]
     assert sorted(found) == list(range(1, world_size))
     assert len(routes.distances(route, world_size)) == routes.hop_count(route, world_size, 1)
@@ -100,8 +100,8 @@ def test_distances_name_every_other_rank_once(route: str, world_size: int) -> No
 
 @every_size
 def test_owner_sends_every_partial_sum_to_its_owner(world_size: int, parts: int) -> None:
-    """At step i, rank r sends its partial sum for rank r + 1 + i straight to that rank, part by part. For each part,
-    each rank must get one partial sum from every other rank."""
+    """At step i, rank r sends its partial sum straight to rank r + 1 + i, part by part. For each part, each rank gets
+    one partial sum from every other rank."""
     inbox: list[list[tuple[int, int, int]]] = [[] for _ in range(world_size)]
     for index, ranks in enumerate(hops("owner", world_size, parts)):
         step, part = divmod(index, parts)
@@ -118,8 +118,8 @@ def test_owner_sends_every_partial_sum_to_its_owner(world_size: int, parts: int)
 
 @every_size
 def test_travel_adds_every_partial_sum_once(world_size: int, parts: int) -> None:
-    """At step i, rank r sends the accumulator of slice r - 1 - i to the next rank. In the accumulator that reaches the
-    owner, the partial sum of every other rank must be added exactly once."""
+    """At step i, rank r sends the accumulator of slice r - 1 - i to the next rank. When an accumulator reaches its
+    slice's owner, it holds the partial sum of every other rank once."""
     arrived: list[dict[tuple[int, int], tuple[int, Counter[int]]]] = [{} for _ in range(world_size)]
     for index, ranks in enumerate(hops("travel", world_size, parts)):
         step, part = divmod(index, parts)
@@ -141,7 +141,7 @@ def test_travel_adds_every_partial_sum_once(world_size: int, parts: int) -> None
 
 @every_size
 def test_broadcast_sends_every_shard_to_every_rank(world_size: int, parts: int) -> None:
-    """Every rank sends its own pieces to every other rank. A piece's slot must be the rank of the piece's owner."""
+    """A piece's slot must be the rank of its owner."""
     have = [{(rank, part) for part in range(parts)} for rank in range(world_size)]
     for ranks in hops("broadcast", world_size, parts):
         for rank, h in enumerate(ranks):
@@ -152,15 +152,14 @@ def test_broadcast_sends_every_shard_to_every_rank(world_size: int, parts: int) 
 
 
 def test_hop_counts_are_those_of_the_table() -> None:
-    """The counts must equal those of the table in the docstring of ``routes``. Two directions halve the number of
-    steps."""
+    """The counts equal those in the docstring of ``routes``. Two directions halve the number of steps."""
     assert [routes.hop_count(r, 8, 3) for r in routes.ROUTES] == [21, 12, 21, 21, 3, 21]
     assert [routes.hop_count(r, 5, 1) for r in routes.ROUTES] == [4, 2, 4, 4, 1, 4]
 
 
 @pytest.mark.parametrize("parts", range(1, 9))
 def test_bounds_cut_all_rows_evenly(parts: int) -> None:
-    """Catches rows that are lost or doubled at a cut, and pieces whose sizes differ by more than one row."""
+    """No row is lost or doubled at a cut, and sizes differ by at most one row."""
     for total in range(20):
         cuts = routes.bounds(total, parts)
         sizes = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -169,7 +168,6 @@ def test_bounds_cut_all_rows_evenly(parts: int) -> None:
 
 
 def test_unknown_routes_are_errors() -> None:
-    """Catches a misspelt route that is accepted and moves nothing."""
     with pytest.raises(ValueError, match="unknown route 'circle'; expected one of ring"):
         routes.hop("circle", 4, 0, 1, 0)
     with pytest.raises(ValueError, match="route 'owner' receives no shards in steps"):

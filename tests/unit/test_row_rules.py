@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the sequence-parallel rewrite (``passes/sequence``), tested for one op at a time. An op is *held* if
-each rank computes it on its own rows. A held op must give the same values as the op on all rows. The rules must refuse
-any other op with a reason. ``x`` has the shape ``[2, 7, 6]`` and is computed from an all-reduce. Its 14 tokens are
-divided evenly among 2 ranks, and unevenly among 3."""
+"""The rules of the sequence-parallel rewrite (``passes/sequence``), one op at a time.
+
+An op is *held* if each rank computes it on its own rows. A held op must give the values that the op gives on all rows.
+Any other op must be refused with a reason. ``x`` is ``[2, 7, 6]`` and computed from an all-reduce. Its 14 tokens divide
+evenly among 2 ranks, and unevenly among 3.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,8 @@ REFUSED: dict[str, tuple[str, Op]] = {
         "concatenates tensors with different tokens",
         lambda g, x: g.op("cat.default", [g.view(x, B * S, H), g.op("select.int", g.tokens(B * S, 3, 2), 2, 0)], 1),
     ),
-    # Such an op is refused, because each rank may take another part of the features. The ranks' graphs would then
-    # differ only in the number that says where the part starts.
+    # These ops are refused: each rank may take another part of the features. The ranks' graphs would then differ only
+    # in the number that says where the part starts.
     "one of 3 equal slices": ("the rank's own", lambda g, x: g.op("slice.Tensor", x, 2, 2, 4)),
     "one of 3 equal splits": ("the rank's own", lambda g, x: g.call(getitem, g.op("split.Tensor", x, 2, 2), 1)),
     "one of 3 groups": ("the rank's own", lambda g, x: g.op("select.int", g.view(x, B, S, 3, 2), 2, 1)),
@@ -128,8 +130,7 @@ REFUSED: dict[str, tuple[str, Op]] = {
     "matmul": ("not computed row by row", lambda g, x: g.mm(g.view(x, B * S, H), g.shard(H, 5))),
 }
 NOT_RUN = {"in place", "random numbers", "random numbers in this shape", "dropout", "index"}
-"""Cases whose values are not compared, because the values are random, the op writes in place, or the op needs special
-inputs."""
+"""Cases whose values are not compared: random values, an op in place, or special inputs."""
 
 
 SUMS: dict[str, tuple[Op, str]] = {
@@ -159,7 +160,7 @@ SUMS: dict[str, tuple[Op, str]] = {
 
 
 def add(made: TokenGraph, op: Op) -> fx.Node:
-    """Add ``x`` to the graph, and the op that ``op`` applies to it. The graph returns the op's result times 2."""
+    """Add ``x`` and the op on it. The graph returns the op's result times 2."""
     x = made.op("add.Tensor", made.tokens(B, S, H), made.same(B, S, H))
     node = op(made, x)
     made.output(made.op("mul.Tensor", node, 2))
@@ -194,8 +195,8 @@ def test_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sum_over_tokens(name: str) -> None:
-    """With uneven rows, some rows of the last ranks may lie beyond the last token. A sum leaves these rows out. A
-    maximum or minimum is rewritten only if the tokens divide evenly."""
+    """With uneven rows, the last ranks may have rows beyond the last token. A sum leaves them out. A maximum or minimum
+    is rewritten only if the tokens divide evenly."""
     op, reduce_op = SUMS[name]
     for world_size in (2, 3):
         with fake_group(world_size):
@@ -210,7 +211,7 @@ def test_sum_over_tokens(name: str) -> None:
                 (combined,) = (n for n in made.graph.nodes if "all_reduce" in str(n.target))
                 assert combined.args[1] == reduce_op
             elif divides:
-                # The parts are not combined by an all-reduce, because an all-reduce would drop a NaN.
+                # An all-reduce would drop a NaN, so it does not combine these parts.
                 (combined,) = (n for n in made.graph.nodes if n.target in EXTREMA.values() and "wait" in str(n.args[0]))
                 assert combined.target is EXTREMA[reduce_op]
             else:
@@ -233,7 +234,7 @@ def test_sum_in_at_most_32_bits_is_added_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_sums_that_only_results_read_are_combined_in_one_all_reduce() -> None:
-    """Gradients of norm weights are such sums. One all-reduce at the end of the graph combines all of them."""
+    """Gradients of norm weights are such sums. One all-reduce at the end of the graph combines them."""
     with fake_group(2):
         made = TokenGraph()
         x = made.op("add.Tensor", made.tokens(B, S, H), made.same(B, S, H))
@@ -247,8 +248,8 @@ def test_sums_that_only_results_read_are_combined_in_one_all_reduce() -> None:
 
 
 def test_a_sum_that_rows_read_is_combined_where_it_stands() -> None:
-    """The graph quantises with one scale. It computes the scale from the largest magnitude in all tokens, and divides
-    each row by the scale. So the largest magnitude must be combined before the rows are divided."""
+    """A scale is computed from the largest magnitude in all tokens, and divides each row. So the magnitude must be
+    combined before the division."""
     with fake_group(2):
         made = TokenGraph()
         x = made.op("add.Tensor", made.tokens(B, S, H), made.same(B, S, H))
@@ -260,8 +261,8 @@ def test_a_sum_that_rows_read_is_combined_where_it_stands() -> None:
 
 
 def test_an_operand_may_have_the_tokens_in_two_ways() -> None:
-    """``positions`` has the shape ``[6, H]``. One stretch broadcasts ``positions`` over the batch. In another
-    stretch, the rows of ``positions`` are the tokens."""
+    """``positions`` is ``[6, H]``. One stretch broadcasts it over the batch. In another stretch, its rows are the
+    tokens."""
     with fake_group(2):
         made = TokenGraph()
         positions = made.same(6, H)
@@ -300,7 +301,7 @@ def test_numbers_that_are_sizes_of_the_tokens_are_the_same_on_all_ranks() -> Non
 
 
 def test_two_all_reduces_one_after_the_other_are_both_rewritten() -> None:
-    """The second all-reduce sums the result of the first all-reduce's stretch."""
+    """The second all-reduce sums the result of the first stretch."""
     with fake_group(2):
         made = TokenGraph()
         first = made.op("tanh.default", made.tokens(B, S, H))

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rewritten graph assumes that some inputs are the same on all ranks. The ranks of a group compare digests of these
-inputs. (The comparison among several ranks is tested in ``tests/numerics/test_same_inputs.py``.)"""
+"""A rewritten graph assumes that some inputs are equal on all ranks. The ranks of a group compare digests of them."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ def test_a_digest_tells_values_shape_and_dtype() -> None:
 
 
 def test_the_storage_can_be_resized_afterwards() -> None:
-    """FSDP2 frees a gathered parameter by resizing its storage. This must still work after ``digest`` has read the
-    parameter."""
+    """FSDP2 frees a gathered parameter by resizing its storage, also after ``digest`` has read it."""
     x = torch.arange(6.0)
     digest(x)
     x.untyped_storage().resize_(0)

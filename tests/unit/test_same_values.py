@@ -76,8 +76,8 @@ def test_may_differ(name: str) -> None:
 
 
 def test_a_result_of_another_group_without_a_mesh_may_differ() -> None:
-    """The group consists of ranks 0 and 1. Rank 0 may also be in a group with rank 2, and rank 1 in a group with
-    rank 3. The sums of these two groups may differ."""
+    """The group is ranks 0 and 1. Rank 0 may also be in a group with rank 2, and rank 1 in a group with rank 3. The
+    sums of these two groups may differ."""
     with fake_group(4):
         mine, other = (torch.distributed.new_group(ranks) for ranks in ([0, 1], [0, 2]))
         g = TokenGraph()
@@ -89,8 +89,8 @@ def test_a_result_of_another_group_without_a_mesh_may_differ() -> None:
 
 
 def test_another_dim_of_one_mesh_keeps_ranks_alike() -> None:
-    """The group is a row of the mesh. Each rank of the row sums over its own column. If the parts that are summed are
-    equal along each row, these sums are equal."""
+    """The group is a row of the mesh, and each rank sums over its own column. If the summed parts are equal along each
+    row, these sums are equal."""
     with fake_group(4):
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         data, tensor = (mesh.get_group(name).group_name for name in ("data", "tensor"))

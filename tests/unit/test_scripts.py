@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts of ``tests/gpu`` and ``bench``, most of which need GPUs: they can be imported, and the package's modules
-have the attributes that the scripts use."""
+"""The scripts of ``tests/gpu`` and ``bench`` can be imported, and the package has the attributes that they use."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ SCRIPTS = sorted(
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_can_be_imported(name: str) -> None:
-    """Catches a module or a name that has moved."""
     pytest.importorskip(
         "triton",
         reason="Triton comes with the package's test extra; environments of other torch versions may have none",
@@ -34,8 +32,7 @@ def test_a_script_can_be_imported(name: str) -> None:
 
 
 def missing(script: ModuleType) -> list[str]:
-    """The attributes (as ``module.attribute``) that ``script`` reads or replaces in the package's modules, but that do
-    not exist there."""
+    """The attributes (as ``module.attribute``) that ``script`` uses in the package's modules, but that do not exist."""
     modules = {
         name: value
         for name, value in vars(script).items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the estimate of seams in bands (``passes.sequence.seams.cost``)."""
+"""The estimate of seams in bands (``passes.sequence.seams.cost``)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from overlap_inductor.passes.sequence.seams.cost import in_turn
 
 
 def test_a_slow_link_is_busy_while_bands_are_multiplied() -> None:
-    """Estimates the seam between ``o_proj`` and the matmuls ``gate`` and ``up`` of a Llama layer on a slow link. Times
-    are in milliseconds. If the two sites run one after the other, the scatter is exposed. In bands, most of the scatter
-    is hidden."""
+    """The seam between ``o_proj`` and ``gate``, ``up`` of a Llama layer on a slow link, in milliseconds. One after the
+    other, the sites expose the scatter. In bands, most of it is hidden."""
     scatter, gather = Work(12.7, 34.0), Work(69.0, 34.0)
     turn, bands = in_turn(scatter, gather, 2, (4, 4)), in_bands(scatter, gather, 2, 4)
     assert turn.compute - 81.7 > 20
@@ -32,16 +31,15 @@ def test_time_is_matmuls_and_waits(bands: int) -> None:
 
 
 def test_each_site_in_turn_has_its_own_sub_chunks() -> None:
-    """With one sub-chunk, the scatter sends after 2 s, and its rows arrive at 10 s. The last of the gather's four
-    pieces arrives at 18 s and is multiplied in 1 s. With four sub-chunks, the scatter sends after 0.5 s."""
+    """With one sub-chunk, the scatter sends after 2 s, and its rows arrive at 10 s. The gather's last piece arrives at
+    18 s and is multiplied in 1 s. With four sub-chunks, the scatter sends after 0.5 s."""
     assert in_turn(Work(4.0, 8.0), Work(8.0, 8.0), 2, (1, 4)).compute == pytest.approx(19.0)
     assert in_turn(Work(4.0, 8.0), Work(8.0, 8.0), 2, (4, 4)).compute == pytest.approx(17.5)
 
 
 def test_a_short_matmul_in_front_of_a_long_one_needs_many_bands() -> None:
-    """The seam is between ``o_proj`` and the matmuls ``gate`` and ``up``, on 2 ranks at 600 Mbit/s and 1.5e11 FLOP/s.
-    Times are in milliseconds. Alone, ``o_proj`` is about as fast with 2 sub-chunks as with 4. But in the seam, 4 bands
-    hide much more than 2."""
+    """The seam between ``o_proj`` and ``gate``, ``up``, on 2 ranks at 600 Mbit/s and 1.5e11 FLOP/s, in milliseconds.
+    Alone, ``o_proj`` is about as fast with 2 sub-chunks as with 4. In the seam, 4 bands hide much more than 2."""
     scatter, gather = Work(7.7, 28.0), Work(42.3, 28.0)
     turn = in_turn(scatter, gather, 2, (2, 4)).compute
     two, four = (in_bands(scatter, gather, 2, bands).compute for bands in (2, 4))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that keeps sentences short. It must find a long sentence in every kind of text, and must not mistake code
-for a sentence."""
+"""The check that keeps sentences short. It must find a long sentence in every kind of text, and must not take code for
+a sentence."""
 
 from __future__ import annotations
 

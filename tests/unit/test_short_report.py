@@ -89,7 +89,7 @@ def test_of_several_pieces_the_fastest_serves_the_example() -> None:
 
 
 def test_the_total_of_all_graphs_counts_kept_sites_as_written() -> None:
-    """Catches a total that leaves out kept sites. Such a total would make the gain look larger."""
+    """Without kept sites, the gain would look larger."""
     kept = Decision("kept", "analytic", [PlanPiece("keep", None, (0, None), {}, {"keep": 1000.0, "ring": 1100.0})])
     moved = Decision(
         "overlapped", "analytic", [PlanPiece("ring", "p2p", (0, None), {}, {"keep": 3000.0, "ring": 2000.0})]

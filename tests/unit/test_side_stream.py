@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The points at which the side stream and the current stream wait for each other. Streams and events are fakes, so no
-GPU is needed."""
+"""When the side stream and the current stream wait for each other. Streams and events are fakes."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def test_the_streams_wait_for_each_other_at_fork_and_join(said: list[str]) -> No
 
 def test_a_stream_that_was_not_entered_is_not_waited_for(said: list[str]) -> None:
     """In a capture, an error may be raised before the side stream is entered. If ``join`` then waited for the side
-    stream, CUDA would raise an error about a stream outside the capture. That error would hide the first error."""
+    stream, CUDA's error about a stream outside the capture would hide the first error."""
     side = SideStream(CUDA)
     side.join()
     assert said == []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembles the small-message kernels for Hopper on a machine without a GPU. The tests check that accesses are wide,
-and that a barrier stands between each signal and the accesses that the signal orders."""
+"""Assembles the small-message kernels for Hopper without a GPU. Accesses must be wide, and a barrier must stand between
+each signal and the accesses that it orders."""
 
 from __future__ import annotations
 
@@ -91,8 +91,7 @@ def test_accesses_are_wide_and_signals_are_in_order(
     binary.write_bytes(compiled.asm["cubin"])
     tool = triton.knobs.nvidia.nvdisasm.path
     machine = subprocess.run([tool, "-c", str(binary)], capture_output=True, text=True, check=True).stdout
-    # (This is checked only with the Triton version of the measurements, because Triton 3.9 keeps some values on the
-    # stack.)
+    # Triton 3.9 keeps some values on the stack, so only the Triton of the measurements is checked.
     assert not triton.__version__.startswith("3.6") or "STL" not in machine and "LDL" not in machine, (
         "the kernel keeps something on the stack"
     )

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of small messages: the choice between one-shot and two-shot, the segments into which a call is cut, and the
-workspace."""
+"""The plan of small messages: one-shot or two-shot, the segments of a call, and the workspace."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ def test_the_second_leg_pays_if_one_shot_sends_much_more(world_size: int, rows: 
 
 
 def test_two_legs_to_many_peers_go_in_narrow_segments_and_small_blocks() -> None:
-    """Small blocks can hold only narrow segments. If there are many rows, each row of 5120 elements is one segment, so
-    blocks are large."""
+    """Small blocks can hold only narrow segments. With many rows, each row of 5120 elements is one segment, so blocks
+    are large."""
     assert settings_for(8, 16, 8192, 2) == {"two_shot": True, "segment": 1024, "warps": 4}
     assert settings_for(4, 128, 8192, 2) == {"two_shot": True, "segment": 2048, "warps": 8}
     assert settings_for(8, 513, 5120, 2)["warps"] == 8
@@ -58,8 +57,8 @@ def test_a_call_is_cut_so_that_a_block_can_wait_for_it(world_size: int, rows: in
 
 @given(st.sampled_from([2, 3, 8]), st.integers(1, 200), st.integers(1, 1024).map(lambda n: 8 * n))
 def test_a_site_of_dynamic_rows_has_room_for_each_of_its_calls(world_size: int, most: int, columns: int) -> None:
-    """A call with fewer rows may need more bytes than a call with more rows. For example, at 8 ranks and hidden size
-    8192, one-shot with 7 rows needs more bytes than two-shot with 8 rows."""
+    """A call with fewer rows may need more bytes. At 8 ranks and hidden size 8192, one-shot with 7 rows needs more than
+    two-shot with 8 rows."""
     room = needed_up_to("{}", world_size, most, columns, 2)
     for rows in {1, most // 2 + 1, min(17, most), most}:
         need = needed(parameters_of("{}", world_size, rows, columns, 2), world_size, rows, columns, 2)

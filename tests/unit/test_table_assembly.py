@@ -18,8 +18,7 @@ UNROLL = 8
 
 
 def _assembly(width: int) -> str:
-    """The PTX of the kernel for 8 ranks and means of weighted fp32 rows. The kernel also stores what the backward
-    reads."""
+    """The PTX of the kernel for 8 ranks and means of weighted fp32 rows. The kernel stores what the backward reads."""
     constants = {"WORLD": 8, "WIDTH": width, "BAGS": 512 // width, "SPAN": width, "UNROLL": UNROLL, "BAGGED": True}
     constants |= {"MEAN": True, "WEIGHTED": True, "SAVES": True, "COPIES": 64, "BLOCK": 2048}
     types = {"out": "*fp32", "patience": "i64"} | dict.fromkeys(("facts", "index", "peer_data", "peer_flags"), "*i64")
@@ -38,7 +37,7 @@ def _assembly(width: int) -> str:
 
 def test_rows_are_loaded_together_in_wide_loads_without_a_barrier() -> None:
     """A barrier or a conversion through shared memory in the loop over a bag's rows would keep loads from overlapping.
-    The kernel must have asserts, but none inside this loop."""
+    The kernel must have asserts, but none in this loop."""
     assembly = _assembly(64)
     blocks = re.split(r"\n\$L__BB\w+:", assembly)
     (loop,) = [b for b in blocks if len(re.findall(r"ld\.global[.\w:]*v4", b)) == UNROLL]

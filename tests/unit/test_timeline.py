@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A timeline shows all of the matmul's time, with one bar at a time on each lane, and ends at the estimate that is
-printed beside it."""
+"""A timeline shows all of the matmul's time, one bar at a time on each lane, and ends at its printed estimate."""
 
 from __future__ import annotations
 
@@ -60,7 +59,6 @@ def test_the_samples_have_every_schedule() -> None:
 
 @pytest.mark.parametrize("name", samples.PIECES)
 def test_rows_end_at_their_estimates(name: str) -> None:
-    """Catches a picture that does not agree with the numbers beside it."""
     pattern, kind, piece = samples.PIECES[name]
     drawing = sketch(samples.planned(pattern, kind, piece, "m").facts, piece)
     assert drawing.estimated
@@ -98,8 +96,8 @@ def _end(row: PlacedRow) -> float:
 @pytest.mark.parametrize("estimate", [{"matmul": 600.0, "collective": 380.0}, {"matmul": 10.0, "collective": 500.0}])
 @pytest.mark.parametrize("share", [0.7, 0.99, 1.3])
 def test_steps_do_the_work(pattern: str, world_size: int, estimate: dict[str, float], share: float) -> None:
-    """Catches a sketch that drops or adds time of the matmul, or that runs two steps on one lane at the same time. Time
-    of the transfer may be missing only if no fixed cost is drawn."""
+    """The matmul's time must be complete, and steps on one lane must not overlap. The transfer may be cut only if no
+    fixed cost is drawn."""
     keep = sum(estimate.values())
     total = max(share * keep, 1.01 * max(estimate.values()))
     parameters = {"sub_chunks": 4, "route": ROUTES[pattern][0]}
@@ -154,7 +152,7 @@ def test_bars_end_at_an_estimate_below_the_matmul_alone() -> None:
 
 @pytest.mark.parametrize("keep, unit", [(9700.0, "us"), (10400.0, "ms"), (1.2e6, "s")])
 def test_the_axis_has_the_unit_of_the_numbers_beside_it(keep: float, unit: str) -> None:
-    """All times of a figure must have one unit, even if the longest time is near the value at which units change."""
+    """All times of a figure have one unit, even near the value at which units change."""
     estimate = {"keep": keep, "matmul": 0.4 * keep, "collective": 0.6 * keep, "ring": 0.8 * keep}
     piece = PlanPiece("ring", "p2p", parameters={"sub_chunks": 4, "route": "owner"}, estimate_us=estimate)
     report = samples.empty(sites=[samples.planned("matmul_all_reduce", "all_reduce", piece, "m")])

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PreparedKernel`` binds arguments by name. Its direct launch passes each argument at the argument's position in the
-kernel."""
+"""``PreparedKernel`` binds arguments by name. Its direct launch passes each at its position in the kernel."""
 
 from __future__ import annotations
 
@@ -70,9 +69,8 @@ class _OnGpu(torch.Tensor):
 
 
 def test_the_direct_launch_replaces_only_the_varying_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The varying arguments stand between fixed arguments. A launch takes the varying arguments in an order that
-    differs from the kernel's order. A descriptor becomes several arguments of the C launcher: map, shape and
-    strides."""
+    """The varying arguments stand between fixed ones, and come in another order than the kernel's. A descriptor becomes
+    several arguments of the C launcher: map, shape and strides."""
     given: list[tuple[Any, ...]] = []
     driver = ModuleType("triton.backends.nvidia.driver")
     driver.TMA_DTYPE_DEVICE_TO_HOST = {0: 0}  # type: ignore[attr-defined]
@@ -90,8 +88,8 @@ def test_the_direct_launch_replaces_only_the_varying_arguments(monkeypatch: pyte
         launch_cooperative_grid=False,
         launch_pdl=False,
     )
-    # (If ``run.launch`` were a Python function, ``_Direct`` would inspect its closure. A launcher in C has no closure,
-    # and neither has this object.)
+    # ``_Direct`` would inspect the closure of a Python function. A launcher in C has no closure, and neither has this
+    # object.
     run.launch = _callable(run.launch)
     meta = {"swizzle": 0, "elem_size": 2, "elem_type": 0, "block_size": [16, 16]}
     metadata = SimpleNamespace(tensordesc_meta=[meta, meta])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog: after a fault it logs the error, stops the waits, and ends a program that was not told of the error. It
-never ends a healthy process."""
+"""The watchdog: after a fault, it logs the error and stops the waits. It ends a program that was not told of the error.
+It never ends a healthy process."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Scene:
         self.dog.watch(self.faults, lambda: self.alive, lambda: self.in_flight)
 
     def give_up(self, rank: int = 0, stamp: int = 0) -> None:
-        """Leave the record of a kernel that ran on rank ``rank`` and gave up its wait. The kernel waited for call 8 of
-        the group's second rank."""
+        """Leave the record of a kernel on rank ``rank`` that gave up. It waited for call 8 of the group's second
+        rank."""
         record = self.faults.board.record(rank)
         record[1:5] = torch.tensor([WAIT_KINDS * self.site + WAIT_PART, 1, 8, 7])
         record[6:] = torch.tensor([stamp]).view(torch.int32)
@@ -85,9 +85,8 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
 
 
 def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """The rank that gave up first cannot always abort the waits of this GPU. For example, the GPUs may have no peer
-    access, or the wait that timed out may have been a wait of that rank's host. So the watchdog stops the waits of this
-    GPU."""
+    """The rank that gave up cannot always abort the waits of this GPU. There may be no peer access, or the rank's host
+    may have timed out. So the watchdog stops the waits."""
     scene = Scene()
     scene.give_up(0, stamp=7)
     scene.give_up(2, stamp=6)
@@ -162,7 +161,7 @@ def test_destroyed_groups_are_forgotten() -> None:
 
 
 def test_a_fault_after_the_groups_destruction_is_reported_at_the_programs_end(caplog: pytest.LogCaptureFixture) -> None:
-    """When the group is destroyed, its last calls are in flight. The program may read their results later."""
+    """When the group is destroyed, its last calls are in flight. The program may still read their results."""
     scene = Scene(in_flight=True)
     scene.look(0)
     scene.alive = False
@@ -256,7 +255,7 @@ watchdog.watch(Faults(), lambda: alive[0], lambda: in_flight[0])
 
 
 def _run(rest: str, before: str = "", told: bool = False, grace: float = 60.0) -> tuple[int, str]:
-    """``(exit status, text)`` of a program after a fault. The text is the standard output, then the standard error."""
+    """``(exit status, text)`` of a program after a fault. The text is standard output, then standard error."""
     program = PROGRAM.format(rest=rest, before=before, told=told, grace=grace)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr
@@ -298,8 +297,7 @@ def later(do):
 
 
 def test_a_fault_that_comes_at_the_programs_end_is_reported() -> None:
-    """The program destroys the group while the kernel that computes its result still runs. At the program's end, this
-    kernel times out."""
+    """The program destroys the group while a kernel still runs. At the program's end, the kernel times out."""
     status, said = _run("alive[0] = False; time.sleep(0.1); later(lambda: (given_up.append(1), ends()))", PENDING)
     assert status == 1 and "rank 1. The program ends without having been told" in said
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the waves of a matmul are divided among collectives. The tests check the bandwidth curve, the predicted time, and
-the search for the best partition. The search must find a partition as fast as the best that brute force finds."""
+"""How the waves of a matmul are divided among collectives: bandwidth curve, predicted time, and search. The search must
+find a partition as fast as that of brute force."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outcomes that a sweep of models reports. The sweep compares each model with overlap to the same model without
-overlap."""
+"""The outcomes of a sweep that compares each model with overlap to the model without overlap."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def _row(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_the_worst_rank_decides(fields: dict[str, Any], words: str) -> None:
-    # (The outcome is "right" even if only one rank has an overlapped site.)
+    # The outcome is "right" even if only one rank has an overlapped site.
     assert outcome([_row(), _row(**fields)]) == (words if fields.get("sites") is None else "right")
     assert outcome([_row(**fields), _row(**fields)]) == words
 
@@ -43,7 +42,6 @@ def test_a_rank_that_died_is_wrong() -> None:
 
 
 def test_a_number_that_differs_with_overlap_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results with overlap are compared with the results of the plain compile."""
     monkeypatch.setattr(with_and_without, "_backend", lambda stage, *_: stage)
 
     def build() -> Any:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workspace that a rank holds for a group. Plans that fit get slots, and other plans get none. If a call fails
-after it has begun, the call must still be ended."""
+"""The workspace that a rank holds for a group. Plans that fit get slots, others get none. A call that fails after it
+has begun must still be ended."""
 
 from __future__ import annotations
 
@@ -76,8 +76,7 @@ def test_a_plan_without_room_runs_without_overlap_and_takes_no_slot_from_others(
 
 
 def test_what_a_call_needs_is_looked_up_once_for_each_plan(group: Any) -> None:
-    """After a new plan, the site may have a slot for the first time, or another slot than before. So the slot is
-    looked up again after each new plan."""
+    """A new plan may give the site another slot, or its first slot. So the slot is looked up again."""
     place, asked = workspace.workspace_of(group, CPU), []
 
     def make() -> Any:
@@ -97,8 +96,8 @@ def test_what_a_call_needs_is_looked_up_once_for_each_plan(group: Any) -> None:
 
 
 def test_schedules_of_one_site_have_their_own_parameters(group: Any) -> None:
-    """The same model may be compiled again with another schedule but equal settings. Each schedule must then get
-    parameters of its own type."""
+    """A model may be compiled again with another schedule but equal settings. Each schedule must get its own type of
+    parameters."""
     workspace.prepare(group, CPU, requests(a=2**17), 2**21)
     a, b = torch.zeros(256, 64, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
 
@@ -144,8 +143,8 @@ def test_a_destroyed_group_leaves_nothing() -> None:
 
 
 def test_a_call_is_ended_even_if_a_later_matmul_fails(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a failed call were not ended, peers would wait for this rank's credit. In the next call, this rank would
-    read the rows of the failed call."""
+    """Otherwise peers would wait for this rank's credit. In the next call, this rank would read the failed call's
+    rows."""
     fused = pytest.importorskip(
         "overlap_inductor.lowerings.fused.calls",
         reason="Triton comes with the package's test extra; environments of other torch versions may have none",
@@ -163,8 +162,7 @@ def test_a_call_is_ended_even_if_a_later_matmul_fails(group: Any, monkeypatch: p
 
 
 def test_too_many_rows_are_not_a_small_message_even_if_the_slot_holds_them(group: Any) -> None:
-    """Several sites share a slot. The slot has the size of the largest request. So the slot may have room for more rows
-    than the kernels support."""
+    """Several sites share a slot, so it may have room for more rows than the kernels support."""
     workspace.prepare(group, CPU, json.dumps([["small", 2**26, 4096, "halves"]]), 2**30)
     weight = torch.empty(16, 4096, dtype=torch.bfloat16)
     few, many = (torch.empty(rows, 16, dtype=torch.bfloat16) for rows in (1024, 1025))

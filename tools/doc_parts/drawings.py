@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drawings of ``docs/schedules.md``. Each drawing shows the work of one of four ranks twice: as written, and with
-one schedule.
+"""The drawings of ``docs/schedules.md``: the work of one of four ranks, as written and with one schedule.
 
-Lengths are in arbitrary units and chosen for the picture. The matmul takes 12 units, an all-gather or a reduce-scatter
-6, and an all-reduce 10. In the drawing of ``small_message``, the matmul takes 6 units, and the all-reduce 4.5.
+Lengths are in arbitrary units. The matmul takes 12, an all-gather or reduce-scatter 6, an all-reduce 10. For
+``small_message``, the matmul takes 6 and the all-reduce 4.5.
 """
 
 from __future__ import annotations
@@ -145,7 +144,6 @@ PICTURES = {
 
 
 def picture(schedule: str) -> str:
-    """The drawings of one schedule, as SVG."""
     drawn = []
     for makers in PICTURES[schedule]:
         timelines = [make() for make in makers]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's table of hardware: which schedules run on each kind of hardware, and on which kinds they were measured.
-
-``why_not_between`` of each schedule says whether the schedule runs.
-"""
+"""README's table of hardware: which schedules run on each kind of hardware, and on which kinds they were measured."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ UNKNOWN = "unknown: `overlap-inductor demo` measures it"
 def table() -> str:
     lines = [[f"{name}, one machine with NVLink", _names(_on_gpus(name)), *_measured(name)] for name in GPUS]
     own = [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
-    # Schedules that need no kernels of this package run on other GPUs and across machines, too. An A100 runs exactly
-    # these schedules.
+    # Schedules without kernels of this package, as on an A100, run on other GPUs and across machines, too.
     several = [s.name for s in SCHEDULES if s.name in _on_gpus("NVIDIA A100")]
     compare = "unknown: time your model with and without overlap"
     lines.append(["other GPUs, GPUs without NVLink, groups over several machines", _names(several), "not yet", compare])
@@ -54,7 +50,7 @@ def table() -> str:
 def _on_gpus(name: str) -> list[str]:
     """Names of the schedules that run on 8 GPUs of one machine, if the GPUs reach each other's memory."""
     with planning_for(Box(name, name, len(RANKS), GPUS[name], machine_for("cuda"))):
-        # (The plan is for the GPUs of the ``Box``, so the device of this process may be the CPU.)
+        # The plan is for the GPUs of the ``Box``, so the device of this process may be the CPU.
         return [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
 
 
@@ -63,8 +59,8 @@ def _names(schedules: Sequence[str]) -> str:
 
 
 def _measured(name: str) -> list[str]:
-    """The numbers of GPUs on which schedules were measured, and what a user can expect. In a stored row, the memory
-    size may follow the GPU's name (``NVIDIA H100 80GB HBM3``). So only the beginning is compared with ``name``."""
+    """The numbers of GPUs on which schedules were measured, and what a user can expect. Stored rows may have the memory
+    size after the GPU's name (``NVIDIA H100 80GB HBM3``)."""
     stored = [row for row in rows.read(rows.RESULTS / "operators.jsonl") if row["gpu"].startswith(name)]
     *others, most = [str(count) for count in sorted({row["world_size"] for row in stored})] or [""]
     counts = f"{', '.join(others)} and {most} GPUs" if others else f"{most} GPUs"

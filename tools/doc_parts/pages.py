@@ -33,10 +33,8 @@ def filled(text: str, parts: Mapping[str, Callable[[], str]]) -> str:
 
 
 def names(text: str) -> list[str]:
-    """The names of the generated parts of ``text``."""
     return [match[1] for match in _PART.finditer(text)]
 
 
 def pages() -> list[Path]:
-    """The path of every page in ``docs/``, sorted by name."""
     return sorted(DOCS.glob("*.md"))

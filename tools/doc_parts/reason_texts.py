@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meaning of each reason code: ``{group: {code: meaning}}``. ``report.advice`` has the advice for users.
-
-``tools.doc_parts.reasons`` fails if these codes differ from the package's codes.
-"""
+"""The meaning of each reason code: ``{group: {code: meaning}}``. ``report.advice`` has the advice for users."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def sections() -> str:
     """A section for each group of codes, with a part for each code.
 
     Raises:
-        ValueError: the package gives a code without a meaning, or a meaning is given for a code that does not exist.
+        ValueError: the package's codes and the codes with a meaning differ.
         KeyError: a code has no advice.
     """
     where = codes()

@@ -9,7 +9,7 @@ A comment before a code block says what the block is::
                           the block is run in the root of the repository
     <!-- output -->       the block is the standard output of the last block that ran
 
-All blocks of one text share a folder and run in the text's order, so later blocks find the files of earlier blocks.
+All blocks of one text share a folder and run in the text's order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One block. ``kind``: file | runs | runs in the checkout | output. ``start`` and ``end`` are the positions of its
+    """One block. ``kind``: file | runs | runs in the checkout | output. ``start``, ``end``: the positions of its
     content in the text."""
 
     kind: str
@@ -49,7 +49,6 @@ class SampleError(RuntimeError):
 
 
 def samples(text: str) -> list[Sample]:
-    """The blocks of ``text``, in order."""
     found = []
     for match in _BLOCK.finditer(text):
         kind = "file" if match[2] else match[3] or match[4]
@@ -104,7 +103,6 @@ def same(shown: str, found: str) -> bool:
 
 
 def with_outputs(text: str, outputs: Iterable[tuple[Sample, str]]) -> str:
-    """``text`` with its output blocks replaced by ``outputs``."""
     for sample, output in sorted(outputs, key=lambda pair: -pair[0].start):
         text = text[: sample.start] + output + text[sample.end :]
     return text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of switches. It is made from the fields of ``OverlapConfig`` and the string below each field."""
+"""The table of switches, made from the fields of ``OverlapConfig`` and the string below each field."""
 
 from __future__ import annotations
 

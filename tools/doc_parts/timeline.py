@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws work over time: lanes of boxes, as SVG that takes the colours of the page.
 
-A box starts when its lane is free and all boxes on which it depends have ended. So a drawing cannot show work that
-starts too early.
+A box starts when its lane is free and all boxes on which it depends have ended.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Timeline:
 
 def svg(timelines: Sequence[Timeline], description: str) -> str:
     """Draw the timelines below each other, on one scale, each with a mark at its end. A screen reader reads
-    ``description`` in place of the picture."""
+    ``description``."""
     width = LEFT + UNIT * max(t.end for t in timelines) + 70
     parts, y = [], 0.0
     for timeline in timelines:

@@ -22,8 +22,8 @@ def check(
     launch: Launch,
     parameters: ChunkedParameters,
 ) -> None:
-    """Raise ``UnsupportedError`` if the schedule does not support a dtype, size or layout of a call, or if the site's
-    slot is too small for the call. ``a``: left operand, or what is sent. ``rows``: rows of a shard."""
+    """Raise ``UnsupportedError`` if the schedule does not support a dtype, size or layout of a call, or if the slot is
+    too small. ``a``: left operand, or what is sent. ``rows``: rows of a shard."""
     check_matmuls(a, matmuls)
     sent = a.dtype if pattern in chunked_plan.GATHERS else matmuls[0].dtype(a)
     nbytes, signals = chunked_plan.needed(
@@ -42,15 +42,15 @@ def check_sent(sent: torch.Tensor) -> None:
 
 
 def slice_size(size: int, what: str, ranks: int) -> int:
-    """The size of each rank's slice of ``size`` rows or columns. Raises ``UnsupportedError`` if the slices are not
-    equal. ``what``: ``rows`` or ``columns``."""
+    """The size of each rank's slice of ``size`` rows or columns (``what``). Raises ``UnsupportedError`` if the slices
+    are not equal."""
     if size % ranks:
         raise UnsupportedError(f"{size} {what} cannot be cut into {ranks} equal slices")
     return size // ranks
 
 
 def check_matmuls(a: torch.Tensor, matmuls: Sequence[VendorMatmul]) -> None:
-    """The part of ``check`` that concerns dtypes, sizes and layouts. ``a``: left operand."""
+    """``check`` of dtypes, sizes and layouts. ``a``: left operand."""
     for matmul in matmuls:
         b = matmul.b
         reason = chunked_plan.why_not(a.dtype, a.shape[1], matmul.columns, matmul.scales is not None)

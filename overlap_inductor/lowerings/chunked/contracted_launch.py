@@ -2,23 +2,17 @@
 """``all-to-all -> matmul`` in schedule ``chunked`` if the matmul contracts the exchanged dim (the output projection of
 Ulysses attention).
 
-The left operand's columns are the slices of all ranks, side by side. The op does not multiply one slice after the
-other: the sum over the slices would have to be kept in fp32, in memory. Instead, the op cuts the rows into bands. When
-a band of every slice has arrived, the bands are copied side by side into the operand and multiplied in one matmul. So
-the vendor's matmul sums each element of the result over all of K, in fp32, and rounds it once. The transfer of a band
-runs under the matmul of the band before it; the transfer of the first band is exposed::
+The left operand's columns are the slices of all ranks, side by side. The rows are cut into bands::
 
     send band 0, 1, ... of each peer's slice                       # beside the matmuls
     operand[:, own slice] = own slice
     for each band: wait; operand[band, other slices] = arrived; y[band] = operand[band] @ b + bias
 
-The program as written makes the same copy, because a matmul reads whole rows. On one H100, in bf16, a matmul of
-8192 x 4096 x 4096 took 440 us with this copy, and 470 us in four bands. Slice by slice, with the sum kept in fp32 by
-the vendor's matmul itself, it took 600, 840 and 1260 us for 2, 4 and 8 slices. The transfer to be hidden takes 60 to
-160 us.
+So the vendor's matmul sums over all of K in fp32 and rounds once. Matmuls of one slice each would need a sum in memory,
+in fp32. On one H100, in bf16, a matmul of 8192 x 4096 x 4096 took 470 us in four bands, and 600 us in two slices.
 
-Launches. For W ranks and B bands the host launches about ``2 * B * W + 4 * B + 4`` kernels and copies. This module
-prepares and launches them as ``gather_launch`` says. Every send of the call is launched before its first wait.
+Every send is launched before the first wait. Kernels are loaded as ``gather_launch`` says. With W ranks and B bands, a
+call has about ``2 * B * W + 4 * B + 4`` launches.
 """
 
 from __future__ import annotations
@@ -56,13 +50,7 @@ PATTERN = "all_to_all_matmul"
 
 @dataclass(frozen=True)
 class _Band:
-    """A prepared band.
-
-    Attributes:
-        rows: its rows of each slice, of the operand and of the result.
-        send: sends these rows of the slices that go to the other ranks.
-        wait: waits for these rows of the slices that come from the other ranks.
-    """
+    """A prepared band: its ``rows`` of each slice, of the operand and of the result."""
 
     rows: Range
     send: Send
@@ -71,7 +59,7 @@ class _Band:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A prepared call. ``workspace [world_size, rows, width]``: the slices that arrive."""
+    """``workspace [world_size, rows, width]``: the slices that arrive."""
 
     bands: list[_Band]
     workspace: torch.Tensor
@@ -120,8 +108,6 @@ def _multiplied_into(
     outs: Sequence[torch.Tensor],
     operand_used: bool,
 ) -> None:
-    """The launches of one call, into ``operand [rows, world_size * width]`` and ``outs`` (``[rows, N]`` each). Raises
-    ``UnsupportedError``."""
     rank, (rows, _) = launch.rank, operand.shape
     results = [*outs, operand] if operand_used else [*outs]
     shapes = tuple(m.b.shape for m in matmuls)
@@ -133,7 +119,7 @@ def _multiplied_into(
     credits, side = credit_kernel(launch), side_stream(sent.device)
     slices = operand.view(rows, launch.world_size, sent.shape[1])
     with one_call(launch, side):
-        # (As in a gather, the wait for credits runs before the copies and matmuls, and not at the same time.)
+        # Before the copies and matmuls, as in ``gather_launch``.
         credits()
         with side:
             for band in call.bands:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of schedule ``chunked``: measured on 2, 4 and 8 H200s (bench/results/operators.jsonl, handed_out.jsonl)."""
+"""Estimates of schedule ``chunked``, measured on 2, 4 and 8 H200s (bench/results/operators.jsonl, handed_out.jsonl)."""
 
 from __future__ import annotations
 
@@ -22,26 +22,17 @@ class ChunkedCost:
     """Constants of vendor matmuls on chunks.
 
     Attributes:
-        exposed: exposed fraction of the shorter of matmul and transfer, a number for each kind of site
-            (``cost_model.kind_of``).
+        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
-        ranks / exchange_ranks: largest measured group, and largest group in which all-to-alls were measured.
-        copy_exposed: the fraction of the gathered tensor's copy that is exposed although a matmul runs. On 2 H200s,
-            returning the gathered tensor costs a call in chunks 10 us for 2048 tokens and 46 us for 8192. The copy of a
-            fused kernel runs under no matmul: there the costs are 23 and 67 us. (bench/results/handed_out.jsonl; not
-            measured in larger groups.)
+        ranks / exchange_ranks: largest group measured, and largest group measured with all-to-alls.
+        copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs (2 H200s).
         host_seconds / peer_seconds: host time of a call's launches, and of each peer of a leg.
-        gain_seconds: smallest gain over ``keep`` for which a call pays. A host-bound model gains nothing from a smaller
-            saving.
+        gain_seconds: smallest gain over ``keep`` for which a call pays. A host-bound model gains nothing from less.
         replay_seconds: host time of a replayed call, which is one CUDA graph.
-        band_tiles: fewest tiles of a band, if bands are multiplied as they arrive (``contracted_launch``). It is the
-            number of SMs of an H200.
-        replay_gain_seconds / replay_gain_peer_seconds: a replayed call pays only if it gains at least the larger of two
-            times in each leg: ``replay_gain_seconds``, and ``replay_gain_peer_seconds`` times the number of peers. Late
-            peers may cost this much time.
-        replay_tiles: a replayed call is considered if it has at least this many tiles for each rank, or at least
-            ``Machine.least_tiles`` tiles in all. A smaller chunk leaves most of the GPU idle and takes as long as a
-            larger one.
+        band_tiles: fewest tiles of a band in ``contracted_launch``: the number of SMs of an H200.
+        replay_gain_seconds / replay_gain_peer_seconds: smallest gain in each leg of a replayed call, and for each peer
+            of the leg. The larger one counts. Late peers may cost this much.
+        replay_tiles: fewest tiles for each rank of a replayed call. Smaller chunks leave most SMs idle.
     """
 
     exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)
@@ -64,21 +55,20 @@ COST = ChunkedCost()
 
 
 def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> float:
-    """Exposed seconds of the copy of the gathered tensor. The copy runs during the last chunk's matmul. This chunk is
-    assumed to have a quarter of all rows, or one shard if the group has more than 4 ranks. Two times are compared: the
-    part of the copy that this matmul does not hide, and the time that the copy costs the matmul. The longer one is
-    exposed."""
+    """Exposed seconds of the copy of the gathered tensor during the last chunk's matmul. This is the larger of two
+    times: what the copy costs the matmul, and what the matmul does not hide. The chunk is assumed to have a quarter of
+    all rows, or one shard in a group of more than 4 ranks."""
     copy = copy_seconds(sizes, machine)
     return max(COST.copy_exposed * copy, copy - matmul / max(4, sizes.world_size))
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of vendor matmuls on chunks while transfers run. The terms of the sum are:
+    """Seconds of vendor matmuls on chunks while transfers run, the sum of:
 
-    - the time of the matmul or of the transfers, whichever is longer
-    - an exposed fraction of the shorter of the two
+    - the longer of matmul and transfers
+    - an exposed fraction of the shorter one
     - the exposed part of the copy of the gathered tensor
-    - the whole copy of what an all-to-all after the matmuls delivers, because nothing else runs during this copy
+    - the copy of what an all-to-all after the matmuls delivers, because nothing runs beside it
     - a fixed cost for each leg
     """
     if sizes.contracted:
@@ -95,9 +85,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def _contracted_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """``seconds`` of an all-to-all before matmuls that contract the exchanged dim (``contracted_launch``). The transfer
-    of the first band is exposed. Then each band is copied into the operand and multiplied while the next band arrives.
-    Each band has the fixed cost of a leg."""
+    """``seconds`` of ``contracted_launch``. The first band's transfer is exposed. Then each band is copied and
+    multiplied while the next band arrives. Each band has the fixed cost of a leg."""
     bands = max(1, min(MOST_BANDS, sizes.tiles // COST.band_tiles))
     matmul = matmul_seconds(sizes, machine) + 2 * sizes.contracted / machine.memory_bytes
     wire = sizes.bytes_sent / machine.link_bytes
@@ -106,12 +95,12 @@ def _contracted_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether chunks are estimated to be more than 5 % faster than ``keep``. In groups larger than those measured, and
-    for matmuls that contract what an all-to-all exchanges, chunks must be more than 25 % faster. Chunks must also save
-    more time than the host or late peers may cost.
+    """Whether chunks are estimated to be faster than ``keep``:
 
-    A call must take at least as long on the GPU as on the host. Otherwise, a model without CUDA graphs would wait for
-    the host. If the call is replayed as one CUDA graph, fewer tiles and a smaller gain are enough.
+    - by more than 5 % (25 % in groups larger than those measured, and for contracted dims)
+    - by more time than the host or late peers may cost
+
+    A call must take at least as long on the GPU as on the host. A replayed call needs fewer tiles and a smaller gain.
     """
     peers, estimate = sizes.world_size - 1, seconds(sizes, machine)
     if sizes.replays:

@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum (``reduce_launch``).
+"""``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum, with the same order of rows
+(``reduce_launch``). Slices are runs of rows, so the product is never permuted for the exchange.
 
-Each rank's slice of the product is multiplied and sent like the partial sums of a reduction. The slices of the other
-ranks come first, from the next rank on. This rank's own slice is multiplied last, during the last transfers. Each slice
-is one run of rows of the product. A program may make a permuted copy of the product for the exchange. This schedule
-makes no such copy.
+The result has the product's memory: the slice from a rank takes the place of the slice for that rank. The copy out of
+the workspace runs after the join with the side stream, so all slices have been sent.
 
-The result has the product's memory. The slice that came from a rank is copied out of the workspace. It takes the place
-of the slice that was sent to that rank. This copy starts after all slices have been sent, which the join with the side
-stream ensures.
-
-Launches. For W ranks and C chunks the host launches about ``2 * W + 2 * C + 5`` kernels and copies. If slices are
-columns, there are ``W`` matmuls instead of ``C + 1``.
+With copy engines, W ranks and C chunks, a call has about ``2 * W + 2 * C + 5`` launches.
 """
 
 from __future__ import annotations
@@ -48,10 +42,9 @@ class _Sent:
     """A prepared call.
 
     Attributes:
-        chunks: for each chunk, the ranges of rows to multiply, and the function that sends them.
+        chunks: as in ``reduce_launch``.
         own: range of this rank's own slice; ``None`` if a chunk contains it.
-        receive: copies the slices of the other ranks into the product when they have arrived.
-        end: ends the call.
+        receive: copies the other ranks' slices into the product when they have arrived.
     """
 
     chunks: list[tuple[list[Range], Send]]
@@ -66,8 +59,7 @@ def matmul_all_to_all(
     """``all_to_all(a @ b + bias)`` of rows; of columns if ``matmul`` is a ``SlicedMatmul``.
 
     Args:
-        a: ``[world_size * rows, K]``, fp16 or bf16, with a slice of rows for each rank; ``[rows, K]`` if the slices are
-            columns.
+        a: ``[world_size * rows, K]``, or ``[rows, K]`` if the slices are columns; fp16 or bf16.
 
     Returns:
         ``[world_size * rows, width]``: a slice from each rank, in the order of ranks.
@@ -98,7 +90,6 @@ def matmul_all_to_all(
 def _send_into(
     a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, product: torch.Tensor
 ) -> None:
-    """The launches of one call, into ``product [world_size * rows, width]``. Raises ``UnsupportedError``."""
     by_columns = isinstance(matmul, SlicedMatmul)
     key = ("chunked", "matmul_all_to_all", a.shape, a.dtype, product.shape, parameters)
     call = launch.prepared.get(key)
@@ -115,7 +106,7 @@ def _send_into(
             for rows in ranges:
                 multiply(*rows)
             if number == 0:
-                # (As in a reduction, the wait for credits runs on this stream, after the first matmul.)
+                # As in a reduction, after the first matmul.
                 credits()
             with side:
                 send(product)

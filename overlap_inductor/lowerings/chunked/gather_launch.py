@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers and all-to-alls before matmuls in schedule ``chunked``. The vendor's matmul multiplies runs of rows on the
-current stream, while a transport moves rows on the side stream.
+current stream, while a transport moves rows on the side stream. A replayed call is one CUDA graph (``runtime.replay``).
 
-``all_gather_matmul`` and ``all_to_all_matmul`` are the host's part of one call. At a site's first call with operands of
-a shape, they prepare every Triton kernel of the call (``torch_compat.triton_launch`` says why). Later calls only
-launch. A vendor's matmul is loaded at its first launch. Loading waits for all earlier work on this rank, but this work
-never waits for anything that is launched later on any rank (``kernels.transfer``). ``reduce_launch`` and
-``exchange_launch`` prepare and launch in the same way.
+Loading. The first call with operands of a shape prepares every Triton kernel. A vendor's matmul is loaded at its first
+launch, and loading waits for all earlier work on this rank. This cannot deadlock: earlier work never waits for a later
+launch on any rank (``kernels.transfer``).
 
-Order of rows. This rank's own rows are multiplied first. The rows of the other ranks are multiplied in rank order, from
-the end of the own rows on, wrapping around. So the rows that arrive first are multiplied first. A chunk is a run of
-these rows: some shards, or some parts of shards (``chunked.sizes``). A chunk that wraps around the end of the tensor
-takes two matmuls.
+Order of rows. This rank's own rows come first, then the other ranks' rows in rank order, from the next rank on. This is
+the order in which they arrive. A chunk is a run of these rows (``chunked.sizes``). If it wraps around the end of the
+tensor, it takes two matmuls.
 
-Launches. If copy engines send, the host launches about ``2 * W + 2 * C + 3`` kernels and copies for W ranks and C
-chunks. If copies take turns, there are ``W`` more. If SMs push, the terms with W are absent. A call that is replayed is
-one CUDA graph (``runtime.replay``).
+With copy engines, W ranks and C chunks, a call has about ``2 * W + 2 * C + 3`` launches.
 """
 
 from __future__ import annotations
@@ -51,19 +46,17 @@ from overlap_inductor.transports.transport import PeerCopies
 from overlap_inductor.transports.transport import Send
 
 End = Callable[[Sequence[torch.Tensor]], None]
-"""``end(results)`` ends a call. If the group was aborted, it sets ``results``, the call's results, to NaN. The vendor's
-matmuls and the copies look at no abort word, so they also run if the rows that they read have not arrived."""
+"""``end(results)`` ends a call. If the group was aborted, ``results`` are set to NaN, because vendor matmuls and copies
+run even if rows have not arrived."""
 
 
 @dataclass(frozen=True)
 class _Gather:
-    """A prepared all-gather, or an all-to-all before matmuls.
+    """A prepared call.
 
     Attributes:
-        send: sends the shard, or the other ranks' slices.
         chunks: for each chunk, its ranges of rows and the kernel that waits for them.
         workspace: ``[world_size * rows, K]``.
-        end: ends the call.
     """
 
     send: Send
@@ -103,7 +96,7 @@ def all_to_all_matmul(
     received_used: bool = False,
 ) -> list[torch.Tensor]:
     """``all_to_all(sent) @ b + bias`` for each matmul: as ``all_gather_matmul``, but ``sent [world_size * rows, K]``
-    has a slice of its own for each rank."""
+    has a slice for each rank."""
     rows = slice_size(len(sent), "rows", launch.world_size)
     return _gather("all_to_all_matmul", sent, rows, matmuls, launch, parameters, received_used)
 
@@ -140,12 +133,11 @@ def multiplied(
     """Run a call whose matmuls follow a transfer, or replay its launches.
 
     Args:
-        what: the kind of call. The launches depend on this kind, on the tensors, on ``parameters`` and on the settings
-            of the vendor's library.
+        what: the kind of call, part of the key of its launches.
         sent: what is sent to the peers.
         rows: rows of each matmul's result.
-        others: other tensors that the launches write. ``None`` for an absent tensor.
-        start: ``start(outs)`` queues the launches on the current stream. ``outs``: the results to write.
+        others: other tensors that the launches write, or ``None``.
+        start: ``start(outs)`` queues the launches, which write the results ``outs``, on the current stream.
 
     Returns:
         ``outs``: ``[rows, N]`` for each matmul.
@@ -173,8 +165,6 @@ def _gather_into(
     outs: Sequence[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    """The launches of one call, into ``outs`` (``[world_size * rows, N]`` each) and, if it is used, ``gathered
-    [world_size * rows, K]``. Raises ``UnsupportedError``."""
     start, stop = launch.rank * rows, (launch.rank + 1) * rows
     own = source if pattern == "all_gather_matmul" else source[start:stop]
     results = [*outs] if gathered is None else [*outs, gathered]
@@ -190,7 +180,7 @@ def _gather_into(
     call = launch.prepared.get(key)
     if call is None:
         check(source, matmuls, pattern, rows, launch, parameters)
-        # (The matmuls of one chunk follow each other, so they count as one matmul with all their columns.)
+        # A chunk's matmuls count as one matmul with all their columns.
         columns, itemsize = sum(m.columns for m in matmuls), source.element_size()
         fitted = chunked_plan.fitted(
             pattern, launch.world_size, rows, source.shape[1], columns, itemsize, itemsize, parameters
@@ -199,8 +189,8 @@ def _gather_into(
         launch.remember(key, call)
     credits, side = credit_kernel(launch), side_stream(source.device)
     with one_call(launch, side):
-        # (The wait for credits runs before the matmul, not at the same time. Otherwise the wait could keep a block of
-        # the matmul from beginning, and the tiles of this block would be late.)
+        # The wait for credits runs before the matmul. At the same time, it could keep a block of the matmul from
+        # beginning.
         credits()
         with side:
             call.send(source)
@@ -220,9 +210,8 @@ def _gather_into(
 
 
 def _hand_out(workspace: torch.Tensor, gathered: torch.Tensor, start: int, stop: int) -> None:
-    """Copy all rows but this rank's own, ``start`` to ``stop - 1``, from the workspace to ``gathered``. The copy runs
-    after the own shard has been sent, during the last chunk's matmuls. These matmuls hide a part of the copy: more than
-    half for 2048 tokens, a third for 8192 (2 H200s, ``bench/results/handed_out.jsonl``)."""
+    """Copy all rows but this rank's own (``start`` to ``stop - 1``) from the workspace to ``gathered``. The last
+    chunk's matmuls hide a third of the copy or more (``bench/results/handed_out.jsonl``)."""
     gathered[:start].copy_(workspace[:start])
     gathered[stop:].copy_(workspace[stop:])
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of schedule ``chunked`` that need no GPU: its parameters, its limits, which rows are multiplied together,
-and the workspace that a call needs. This module does not import Triton."""
+"""Parameters (``one_op.schedule.OpPlan``), limits, chunks and workspace of schedule ``chunked``. This module does not
+import Triton."""
 
 from __future__ import annotations
 
@@ -26,49 +26,41 @@ from overlap_inductor.transports.transport import PeerCopies
 from overlap_inductor.transports.transport import Share
 
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
-"""Copies of pieces of at least this many bytes take turns, because turns then gain more than they cost. The first
-number is for reductions, the second for gathers. On 8 H200s a reduction gains nothing at 4 MiB, 12 % at 8 MiB and 20 %
-at 16 MiB. In a gather all copies are queued at once, and the first chunk waits for the first copy. Turns pay only for
-larger pieces there: a gather loses 7 % at 8 MiB and gains 10 % (host time included) from 16 MiB on."""
+"""Copies of pieces of at least this many bytes take turns: in reductions, and in gathers. On 8 H200s, a reduction gains
+nothing at 4 MiB and 12 % at 8 MiB. A gather's first chunk waits for the first copy: it loses 7 % at 8 MiB and gains
+10 % from 16 MiB on."""
 TILE = 128, 256
-"""Rows and columns of the vendor's tile, which one SM multiplies at a time."""
+"""Rows and columns of the vendor's tile."""
 Range = tuple[int, int]
 """``(first row, end)``."""
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")
-"""The patterns in which rows are multiplied after they have arrived. In the other patterns, rows are multiplied before
-they are sent."""
+"""The patterns in which rows are multiplied after they have arrived."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
-"""Limits for the bands of an all-reduce if the size of a call decides their number. ``BAND_BYTES`` is the size of the
-smallest band, in bytes for each peer, with up to 4 ranks. With more ranks, this size grows in proportion.
-``MOST_BANDS`` is the largest number of bands, also for ``fitted_bands``. (8 H200s: of bands of 4 to 32 MiB, those of 16
-MiB were the fastest.)"""
+"""Bytes for each peer of the smallest band of an all-reduce (with up to 4 ranks; with more ranks, in proportion), and
+the largest number of bands. On 8 H200s, bands of 16 MiB were the fastest."""
 CONTRACTED = 8
 """A slice of a contracted dim must be a multiple of this many elements, so that rows are whole 16-byte words."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedParameters:
-    """The tunable parameters. Objects of this class are compared by identity, like ``FusedParameters``.
+    """The tunable parameters, compared by identity like ``FusedParameters``.
 
     Attributes:
         sms: SMs of the device.
-        transport: name of a ``PeerCopies`` transport, or ``auto``. ``auto`` chooses for each size of call, by the size
-            of a piece.
-        chunks: number of chunks of other ranks' rows, all of about one size. This rank's own rows are multiplied
-            separately. 0 in a reduction: one matmul computes all rows of a band. ``None``: as few chunks as hide the
-            transfers (``chunked.sizes``).
+        transport: name of a ``PeerCopies`` transport, or ``auto``: the fastest for a call's pieces.
+        chunks: chunks of other ranks' rows, of about one size. 0 in a reduction: one matmul computes all rows of a
+            band. ``None``: ``chunked.sizes`` chooses their number and sizes.
         sizes: sizes of the chunks in shards, instead of ``chunks``.
-        bands: number of bands of rows. 0: as many as keep a band large enough. In an all-reduce, a band is summed and
-            sent to all peers during the matmuls of the next band (``BAND_BYTES``). In an all-to-all before matmuls that
-            contract the exchanged dim, a band is multiplied while the next band arrives (``fitted_bands``). For other
-            sites there is one band.
-        grain: a chunk or band begins at a multiple of this many rows of its shard. The default is the height of a tile
-            of the vendor's matmul.
-        pushers: number of SMs that a transport may use.
+        bands: bands of rows in an all-reduce, or in an all-to-all before matmuls that contract the exchanged dim. 0: as
+            many as keep a band large enough. Other sites have one band.
+        grain: a chunk or band begins at a multiple of this many rows of its shard. The default is the height of
+            ``TILE``.
+        pushers: SMs that a transport may use.
         turns_from: pieces of at least this many bytes take turns (``transports.transport.Share``). ``None``: the
             default for the pattern (``TURNS_FROM``).
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
-        replays: whether a repeated call is replayed as one CUDA graph (``runtime.replay``).
+        replays: a repeated call is replayed as one CUDA graph (``runtime.replay``).
 
     Raises:
         ValueError: a parameter is too small, both ``chunks`` and ``sizes`` are given, or the transport is not
@@ -103,22 +95,18 @@ class ChunkedParameters:
 
     @property
     def share(self) -> Share:
-        """The parameters that concern the transport."""
         return Share(self.pushers, self.turns_from)
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """The transports that a user may choose for ``pattern``."""
     return names_of(PeerCopies)
 
 
 def automatic(pattern: str) -> tuple[str, ...]:
-    """The transports that ``auto`` chooses from, by the size of a piece."""
     return tuple(t.name for t in of_kind(PeerCopies) if t.fastest_from is not None)
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    """The parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
     return {"transport": transport, "bands": 0 if pattern in ("matmul_all_reduce", "all_to_all_matmul") else 1}
 
 
@@ -132,13 +120,12 @@ def fitted(
     itemsize: int,
     p: ChunkedParameters,
 ) -> ChunkedParameters:
-    """``p``, in which all values that depend on the size of a call are filled in.
+    """``p`` with all values filled in that depend on the size of a call.
 
     Args:
         rows: rows of a shard.
         inner, columns: K and N of its matmul.
-        sent_itemsize: bytes of an element that is sent.
-        itemsize: bytes of an element of the matmul's operands.
+        sent_itemsize, itemsize: bytes of an element that is sent, and of an element of the operands.
 
     Raises:
         UnsupportedError: the given ``sizes`` do not add up to the shards of all peers.
@@ -147,7 +134,7 @@ def fitted(
     sent, other = (inner, columns) if gathers else (columns, inner)
     shard_bytes = rows * sent * sent_itemsize
     if bands == 0:
-        # (A band is one piece for each peer, and each piece has a fixed cost.)
+        # A band is one piece for each peer, and each piece has a fixed cost.
         bands = (
             max(1, min(MOST_BANDS, 4 * shard_bytes // (max(world_size, 4) * BAND_BYTES)))
             if pattern == "matmul_all_reduce"
@@ -158,11 +145,10 @@ def fitted(
         tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
         sizes = gather_sizes(world_size - 1, ratio, tiles / p.sms) if gathers else scatter_sizes(world_size - 1, ratio)
         if pattern == "matmul_all_reduce":
-            # (With one band, the second leg begins only after the last transfer of the first leg. So the largest chunk
-            # is first, and the last transfer is short.)
+            # One band: the second leg waits for the last transfer of the first leg. So the last chunk is the smallest.
             sizes = tuple(sorted(sizes, reverse=True)) if len(sizes) > 1 else even_sizes(world_size - 1, 2)
-            # (With several bands, the smallest chunk is first, because the previous band is summed after the first
-            # chunk's matmul. The largest chunk is last, but its transfer is exposed only in the last band.)
+            # Several bands: the previous band is summed after the first chunk's matmul. So the first chunk is the
+            # smallest.
             sizes = sizes if bands == 1 else sizes[::-1]
     if sizes and sum(sizes) != world_size - 1:
         raise UnsupportedError(f"chunks of {list(sizes)} shards do not add up to the shards of {world_size - 1} peers")
@@ -173,8 +159,8 @@ def fitted(
 
 
 def fitted_bands(world_size: int, rows: int, columns: int, row_bytes: int, p: ChunkedParameters) -> ChunkedParameters:
-    """``fitted`` for an all-to-all before matmuls that contract the exchanged dim. The number of bands is the largest
-    for which the tiles of a band still occupy all SMs, at most ``MOST_BANDS``.
+    """``fitted`` for an all-to-all before matmuls that contract the exchanged dim: the most bands whose tiles still
+    occupy all SMs, at most ``MOST_BANDS``.
 
     Args:
         rows: rows of a slice, of the operand and of the result.
@@ -188,14 +174,12 @@ def fitted_bands(world_size: int, rows: int, columns: int, row_bytes: int, p: Ch
 
 
 def _fastest(nbytes: int, pieces: int) -> str:
-    """The fastest transport for ``nbytes`` bytes that are sent in ``pieces`` pieces."""
     limits = {t.name: t.fastest_from for t in of_kind(PeerCopies) if t.fastest_from is not None}
     return max((name for name, least in limits.items() if nbytes >= pieces * least), key=limits.__getitem__)
 
 
 @functools.cache
 def parameters_of(settings: str, sms: int) -> ChunkedParameters:
-    """The parameters of a plan's ``settings`` (JSON text) on a device of ``sms`` SMs."""
     return ChunkedParameters(sms, **json.loads(settings))
 
 
@@ -215,13 +199,13 @@ def _most_parts(world_size: int, p: ChunkedParameters) -> int:
 
 
 def part_rows_of(rows: int, world_size: int, parameters: ChunkedParameters) -> int:
-    """Rows of a part of a shard: all of them, or fewer if there are more chunks than peers."""
+    """Rows of a part of a shard. A shard has several parts if there are more chunks than peers."""
     return _cut(rows, _most_parts(world_size, parameters), parameters.grain)
 
 
 def chunk_bounds(parts: int, world_size: int, parameters: ChunkedParameters) -> list[int]:
     """Numbers of the parts (``transports.transfer``) at which chunks begin, then the number of all parts.
-    ``parameters``: as ``fitted`` returns them."""
+    ``parameters``: from ``fitted``."""
     count = parts * (world_size - 1)
     if parameters.sizes:
         return [0, *(parts * size for size in itertools.accumulate(parameters.sizes))]
@@ -231,7 +215,7 @@ def chunk_bounds(parts: int, world_size: int, parameters: ChunkedParameters) -> 
 
 def chunk_rows(first: int, last: int, rank: int, world_size: int, rows: int, part_rows: int) -> list[Range]:
     """The rows of parts ``first .. last - 1`` among the rows of all ranks. Part 0 begins at the end of ``rank``'s own
-    rows, and the numbers wrap around. Returns one range, or two if the parts wrap around the end of the tensor."""
+    rows. There are two ranges if the parts wrap around the end of the tensor."""
     parts = -(-rows // part_rows)
 
     def behind(number: int) -> int:
@@ -244,31 +228,28 @@ def chunk_rows(first: int, last: int, rank: int, world_size: int, rows: int, par
 
 
 def result_signals(world_size: int, parameters: ChunkedParameters) -> int:
-    """Index of the first flag for the finished bands of an all-reduce. Each band has one such flag, and they come after
-    the flags for the parts of all bands."""
+    """Index of the first flag for the finished bands of an all-reduce, behind the flags for all parts."""
     return (parameters.bands or MOST_BANDS) * _most_parts(world_size, parameters)
 
 
 def needed(
     pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: ChunkedParameters
 ) -> tuple[int, int]:
-    """``(bytes, signals)`` that a call needs in its slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N;
-    ``itemsize``: bytes of an element that is sent."""
-    # (The number of flags does not depend on the rows, so what a call of the most rows needs is also enough for fewer
-    # rows.)
+    """``(bytes, signals)`` of a call's slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N; ``itemsize``:
+    bytes of a sent element."""
+    # A call with fewer rows never needs more.
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals
-    # (A call whose matmuls contract the exchanged dim has a flag for each band. Any other call has a flag for each
-    # part.)
+    # One flag for each band if the exchanged dim is contracted, otherwise one for each part.
     bands = parameters.bands or MOST_BANDS if pattern == "all_to_all_matmul" else 1
     nbytes = world_size * rows * (inner if pattern in GATHERS else columns) * itemsize
     return nbytes, max(_most_parts(world_size, parameters), bands)
 
 
 def why_not(dtype: torch.dtype, inner: int, columns: int, scaled: bool = False) -> str | None:
-    """Why schedule ``chunked`` cannot compute ``a [rows, inner] @ b [inner, columns]``; ``None`` if it can, in any
-    layout that the vendor's matmul takes. ``scaled``: the operands are fp8."""
+    """Why schedule ``chunked`` cannot compute ``a [rows, inner] @ b [inner, columns]``; ``None`` if it can. ``scaled``:
+    the operands are fp8."""
     right = (torch.float8_e4m3fn, torch.float8_e5m2) if scaled else (torch.float16, torch.bfloat16)
     if dtype not in right:
         return f"schedule chunked multiplies {'fp8 with scales' if scaled else 'fp16 or bf16'} here, not {dtype}"

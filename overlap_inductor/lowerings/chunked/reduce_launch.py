@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce-scatters and all-reduces after matmuls in schedule ``chunked``. The vendor's matmul multiplies runs of rows on
-the current stream, while a transport moves partial sums on the side stream.
+the current stream, while a transport moves partial sums on the side stream. A replayed call is one CUDA graph
+(``runtime.replay``). Kernels are loaded as ``gather_launch`` says.
 
-``matmul_reduce_scatter`` and ``matmul_all_reduce`` are the host's part of one call. They prepare and launch as
-``gather_launch`` says.
+Order of rows. The other ranks' rows come first, in rank order from the next rank on, so that they can leave. The own
+shard comes last. (With ``chunks=0``, one matmul multiplies all rows of a band.)
 
-Order of rows. The rows of the other ranks are multiplied in rank order, from the end of this rank's own shard on,
-wrapping around. So the rows that must leave first are multiplied first. The own shard is multiplied last. (With
-``chunks=0``, one matmul multiplies all rows of a band.)
-
-Launches. For W ranks and C chunks (in each of B bands) the host launches about ``2 * W + 2 * C + 3`` kernels and copies
-for a scatter with copy engines. For an all-reduce it launches ``B * (4 * W + C + 5)``. If copies take turns, there are
-``W`` more for a scatter, and ``2 * B * W`` more for an all-reduce. If SMs push, the terms with W are absent. A call
-that is replayed is one CUDA graph (``runtime.replay``).
+With copy engines, W ranks, and C chunks in each of B bands, a call has about this many launches: ``2 * W + 2 * C + 3``
+(scatter), ``B * (4 * W + C + 5)`` (all-reduce).
 """
 
 from __future__ import annotations
@@ -51,8 +46,7 @@ from overlap_inductor.transports.transport import Send
 BLOCK = 2048
 """Elements that a block of the summing kernel adds up at once."""
 BLOCKS_AN_SM = 4
-"""Blocks per SM of the summing kernel. It runs between matmuls, on their stream, and never at the same time as a
-matmul."""
+"""Blocks per SM of the summing kernel. No matmul runs beside it."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +56,14 @@ class _Band:
     Attributes:
         chunks: for each chunk, the ranges of rows to multiply, and the function that sends the rows of other ranks.
         own: range of this rank's own rows among all rows.
-        own_last: whether the own rows are in no chunk. If so, they are multiplied last.
+        own_last: the own rows are in no chunk and are multiplied last.
         finished: rows of the result that ``add`` writes.
         everyone: rows of the result that belong to the band.
         wait: waits for the peers' partial sums of the own rows.
-        add: adds the peers' partial sums to the own rows of the product. It takes these own rows, and the finished rows
-            of the result, which it writes.
+        add: ``add(own, finished)`` adds these partial sums to ``own``, rows of the product, and writes ``finished``,
+            rows of the result.
         receive: copies the peers' finished rows into ``everyone`` when they have arrived (all-reduce).
-        hand_round: sends the finished rows of the result to all peers (all-reduce). ``None`` if ``add`` sends them.
+        hand_round: sends the finished rows to all peers (all-reduce). ``None`` if ``add`` sends them.
     """
 
     chunks: list[tuple[list[Range], Send]]
@@ -86,7 +80,7 @@ class _Band:
 def matmul_reduce_scatter(
     a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
 ) -> torch.Tensor:
-    """``reduce_scatter(a @ b + bias)`` of rows. If ``matmul`` has added products, they are part of what is summed.
+    """``reduce_scatter(a @ b + bias)`` of rows. Added products of ``matmul`` are part of the sum.
 
     Args:
         a: ``[world_size * rows, K]``, fp16 or bf16 (fp8 with scales).
@@ -116,12 +110,12 @@ def _reduce(
     launch.faults.check()
     columns, dtype = matmul.b.shape[1], matmul.dtype(a)
     all_rows, shard_rows = a.shape[0], -(-a.shape[0] // launch.world_size)
-    # If the rows of an all-reduce are not a multiple of the number of ranks, the last shards have rows that no rank
-    # multiplies. These rows become sums of uninitialised memory, and are cut off.
+    # The last shards of an all-reduce may have rows beyond the operand's. These are sums of uninitialised memory, and
+    # are cut off.
     product = rows_like(a, shard_rows * launch.world_size, columns, dtype)
     reduces_all = pattern == "matmul_all_reduce"
-    # (An all-reduce writes its result into the product's memory. A peer's finished rows replace this rank's partial
-    # rows only after the peer has received the partial rows. This rank's own rows are summed in place.)
+    # An all-reduce writes its result into the product. A peer's finished rows overwrite this rank's partial rows only
+    # after the peer has received the partial rows. This rank sums its own rows in place.
     out = product if reduces_all else rows_like(a, shard_rows, columns, dtype)
     what, tensors = (
         ("chunked", pattern, parameters, average, blas.switches(), matmul.fast),
@@ -148,11 +142,10 @@ def _reduce_into(
     product: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """The launches of one call, into ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or ``product``).
-    Raises ``UnsupportedError``.
+    """While band ``i`` is multiplied and sent, band ``i - 1`` is summed, and its sums are sent to all peers. Then band
+    ``i - 2`` is received.
 
-    Bands overlap: while band ``i`` is multiplied and sent, band ``i - 1`` is summed and its result sent to all peers.
-    Then band ``i - 2`` is received.
+    Writes ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or ``product``). Raises ``UnsupportedError``.
     """
     key = (
         "chunked",
@@ -197,8 +190,7 @@ def _reduce_into(
                 for rows in ranges:
                     multiply(*rows)
                 if i == number == 0:
-                    # (The wait for credits runs on this stream, as in a gather, but after the first matmul. When this
-                    # matmul ends, the peers have usually ended their previous call.)
+                    # After the first matmul, the peers have usually ended their previous call.
                     credits()
                 with side:
                     send(product)
@@ -274,13 +266,12 @@ def _prepare_band(
     result_index: int | None,
     last: bool,
 ) -> _Band:
-    """Prepare the kernels and transfers of one band.
+    """Prepare a band's kernels and transfers.
 
     Args:
-        result_index: index of the flag for the band's second leg in an all-reduce; ``None`` for a reduce-scatter. The
-            rows of the second leg follow those of the first leg in the workspace.
-        last: whether this is the last band of an all-reduce. For this band, ``add`` also sends the finished rows to all
-            peers.
+        result_index: index of the flag for the band's second leg in an all-reduce; ``None`` for a reduce-scatter. In
+            the workspace, the second leg's rows follow those of the first leg.
+        last: this is the last band of an all-reduce, and ``add`` also sends its finished rows to all peers.
     """
     world_size, rank, slot, rows, width = launch.world_size, launch.rank, launch.slot, transfer.rows, transfer.width
     transport, first_row, all_rows = transport_named(PeerCopies, p.transport), transfer.origin, len(product)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of schedule ``chunked`` for fp8 (``_scaled_mm``), with tensor-wise or row-wise scales. Otherwise they are
-like the ops of ``one_op.ops``.
+"""The ops of schedule ``chunked`` for fp8 (``_scaled_mm``). Otherwise they are like the ops of ``one_op.ops``.
 
-Shapes (W ranks, this rank's view): ``shard [m, K]``, ``lhs [W*m, K]`` (in an all-reduce any number of rows), ``rhs [K,
-N]`` column-major, all fp8. Scales are fp32. Either both scales have one element, or ``scale_a [rows, 1]`` has one
-element for each row of the gathered tensor or of ``lhs``, and ``scale_b [1, N]`` has one for each column. ``dtypes``:
-the results' dtypes, by name (torch 2.11 passes a list of dtypes to an op as numbers). ``fast``: as ``use_fast_accum``
-of ``_scaled_mm``. A gather sends fp8, a reduction sends the result's dtype.
+* Shapes (W ranks, this rank's view): ``shard [m, K]``, ``lhs [W*m, K]`` (in an all-reduce any number of rows), ``rhs
+  [K, N]`` column-major, all fp8.
+* Scales, fp32: one element each, or ``scale_a [rows, 1]`` and ``scale_b [1, N]``. ``rows``: those of ``lhs`` or of the
+  gathered tensor.
+* ``dtypes``: names of the results' dtypes (torch 2.11 passes a list of dtypes to an op as numbers).
+* ``fast``: as ``use_fast_accum`` of ``_scaled_mm``.
+
+A gather sends fp8, a reduction sends the result's dtype.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _scales(a: torch.Tensor, b: torch.Tensor, dtype: str, fast: bool) -> Scales:
-    """The scales in the form that ``_scaled_mm`` takes. ``_scaled_mm`` also checks the strides of row-wise scales, but
-    Inductor may choose any stride for a dim of size 1. So row-wise scales get new strides here."""
+    """The scales in the form that ``_scaled_mm`` takes. It checks the strides of row-wise scales, but Inductor may
+    choose any stride for a dim of size 1. So they get new strides here."""
     if a.numel() > 1:
         a, b = a.flatten().contiguous().unsqueeze(1), b.flatten().contiguous().unsqueeze(0)
     return Scales(a, b, _dtype(dtype), fast)
@@ -69,7 +71,7 @@ def _scaled_all_gather_matmul(
     found = ready(chunked_plan, "all_gather_matmul", shard.shape[0], shard, rhs[0], shard.dtype, group, site, settings)
     if found is None:
         gathered = shard.new_empty(group.size() * shard.shape[0], shard.shape[1])
-        # (As bytes: not every backend supports fp8.)
+        # As bytes, because not every backend supports fp8.
         dist.all_gather_into_tensor(gathered.view(torch.uint8), shard.contiguous().view(torch.uint8), group=group)
         return [*(_whole(m, gathered) for m in matmuls), *([gathered] if gathered_used else [])], token
     from overlap_inductor.lowerings.chunked import gather_launch

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``chunked`` for a site, which becomes one op. There are ops for plain matmuls, for fp8 matmuls with scales,
-for a sum of matmuls, and for matmuls that contract the dim that an all-to-all exchanges."""
+"""Schedule ``chunked``: a site becomes one op. There are ops for plain matmuls, fp8 matmuls, sums of matmuls, and
+matmuls that contract the exchanged dim."""
 
 from __future__ import annotations
 

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose how many shards schedule ``chunked`` multiplies at a time. Transfers should be hidden, and matmuls should be
-few. This module does not import torch.
+"""Choose the sizes of schedule ``chunked``'s chunks, in shards: transfers should be hidden, and matmuls few. This
+module does not import torch.
 
-The unit of time is the matmul of one shard's rows; ``ratio`` is the time of one shard's transfer. Transfers run one
-after the other, and so do matmuls. Each rank multiplies its own shard in one matmul: first if shards are gathered, last
-if sums are scattered. ::
+Time is counted in matmuls of one shard; ``ratio`` is the time of a shard's transfer. Transfers run one after the other,
+and so do matmuls. The own shard is multiplied first in a gather, last in a scatter.
 
-    gather:   a chunk consists of all shards that arrive while the own shard and the chunks before it are multiplied.
-              If none arrives, the chunk is the next shard.
-    scatter:  the sizes are chosen from the last chunk to the first. Each is as large as possible, but the transfer of
-              the chunk must end before the transfer of the next chunk has to begin. Then the sizes are evened out, if
-              the last transfer still ends in time. If there is only one chunk, and its transfer would end with almost
-              no time to spare, it becomes two.
+* Gather: a chunk has all shards that arrive while the own shard and earlier chunks are multiplied, but at least one.
+* Scatter, from the last chunk to the first: a chunk is as large as possible, but its transfer must end before the next
+  transfer has to begin. Then the sizes are evened out, if the last transfer still ends in time.
+* ``ratio > 1``: the link is the bottleneck, and a few even chunks keep it busy.
 
-If a transfer takes longer than a matmul (``ratio > 1``) the link is the bottleneck, and a few even chunks keep it busy.
-These rules are our own; measurements for 4 and 8 ranks are in ``bench/results/mirrored.jsonl``.
+These rules are our own. Measurements: ``bench/results/mirrored.jsonl``.
 """
 
 from __future__ import annotations
@@ -22,28 +18,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FEW_CHUNKS = 3
-"""Largest number of chunks if the link is the bottleneck, or if a gathered shard's matmul is too small. In the first
-case the smallest chunk is last, in the second case it is first."""
+"""Largest number of chunks in two cases: the link is the bottleneck (smallest chunk last), or a gathered shard's matmul
+is too small (smallest chunk first)."""
 LATE = 0.35
-"""Safety margin, in matmuls of one shard. A shard that arrives less than this before a chunk begins is not part of the
-chunk, because a chunk waits for all of its shards. If a single scattered chunk would have less time than this to spare,
-it becomes two, the smaller first. (On 4 H200s, a scatter of 1024 tokens then took 196 us instead of 206 us, and a
-scatter of 2048 tokens 340 us instead of 356 us. A scatter of 4096 tokens took as long as before.)
-"""
+"""Safety margin, in matmuls of one shard. A gathered shard must arrive this much before its chunk begins. A single
+scattered chunk with less time to spare becomes two."""
 FLOPS_A_BYTE = 2300
-"""FLOPs (bf16) that an H200 computes while it sends one byte, including the fixed costs of pieces of 4 to 32 MB. (620
-TFLOP/s against 379 GB/s and 5 us for each piece.)"""
+"""FLOPs (bf16) that an H200 computes while it sends one byte: 620 TFLOP/s against 379 GB/s and 5 us for each piece."""
 
 
 def transfer_ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> float:
     """Time of a shard's transfer, divided by the time of its matmul. Item sizes in bytes. ``other``: size of the
-    matmul's dim that is not sent: N in a gather, K in a scatter."""
+    matmul's dim that is not sent, N in a gather and K in a scatter."""
     return sent_itemsize * FLOPS_A_BYTE * (2 / operand_itemsize) / (2 * other)
 
 
 LEAST_WAVES = 0.4
-"""A matmul with fewer waves of tiles takes as long as one with this many waves. So if a shard's matmul has fewer, the
-shard is too small for a chunk."""
+"""A matmul with fewer waves of tiles takes as long as one with this many. So such a shard is too small for a chunk."""
 
 
 def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:
@@ -60,7 +51,6 @@ def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:
 
 
 def scatter_sizes(peers: int, ratio: float) -> tuple[int, ...]:
-    """Shards of each chunk of a scatter of ``peers`` shards."""
     if ratio > 1:
         return even_sizes(peers, FEW_CHUNKS)
     sizes: list[int] = []
@@ -77,7 +67,7 @@ def scatter_sizes(peers: int, ratio: float) -> tuple[int, ...]:
 
 
 def last_transfer(sizes: Sequence[int], ratio: float) -> float:
-    """The time at which a scatter's last transfer ends, in matmuls of one shard. ``sizes``: shards of each chunk."""
+    """When a scatter's last transfer ends, in matmuls of one shard. ``sizes``: shards of each chunk."""
     multiplied, sent = 0, 0.0
     for size in sizes:
         multiplied += size

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced once. Otherwise they are like the ops of
-``one_op.ops``. If several layers read one tensor (q, k and v; gate and up), their backward has such sums.
+"""The ops of schedule ``chunked`` for a sum of matmuls that is reduced once, as in the backward of q, k and v.
+Otherwise they are like the ops of ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): each ``lhs [W*m, K_i]`` (in an all-reduce any number of rows), ``rhs [K_i, N]``,
-fp16 or bf16; the bias belongs to the first product. For the rows of a chunk, one vendor matmul after the other
-multiplies each ``lhs`` by its ``rhs``. Each matmul but the first adds to the result so far, which was rounded before.
-Inductor rounds at the same points when it runs ``addmm`` with the other product as its bias.
+fp16 or bf16; the bias belongs to the first product. For each chunk, every matmul but the first adds to the result so
+far, which is already rounded. Inductor's ``addmm`` rounds at the same points.
 """
 
 from __future__ import annotations

@@ -11,15 +11,13 @@ from overlap_inductor.facts.machine import Machine
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """The sum of two times: the fixed cost of the collective, and attention or transfer, whichever is longer."""
+    """The fixed cost of the collective, plus the longer of attention and transfer."""
     return _overlapped(written_seconds(sizes, machine), sizes, machine)
 
 
 def pays(sizes: SiteSizes, machine: Machine, margin: float) -> bool:
-    """Whether the site is estimated to be more than ``margin`` times as fast as ``keep``. Both estimates count the keys
-    that a causal mask excludes. So they are the same for a causal block and for a block that a rank sees as a whole. In
-    a causal ring, one rank may have only causal blocks and another only whole blocks, and both ranks must decide
-    alike."""
+    """Whether the site is estimated to be more than ``margin`` times as fast as ``keep``. In a causal ring, ranks may
+    have different blocks but must decide alike. So the estimates also count keys that a causal mask excludes."""
     attention = matmul_seconds(sizes, machine)
     return _overlapped(attention, sizes, machine) * margin < attention + collective_seconds(sizes, machine)
 

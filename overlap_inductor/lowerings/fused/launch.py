@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all launches of schedule ``fused`` share: epilogues (``Tail``), checks of the operands, and the key under which
-a prepared kernel is found."""
+"""What all launches of schedule ``fused`` share: epilogues (``Tail``), checks, and the key of a prepared kernel."""
 
 from __future__ import annotations
 
@@ -23,8 +22,12 @@ EXTRAS = tuple(f"extra{i}" for i in range(MOST_EXTRAS))
 
 
 class Tail(NamedTuple):
-    """The pointwise ops that follow a launch's matmuls or reduction: an epilogue or ``None`` for each result, and the
-    extra tensors that the epilogues read. The extra tensors are contiguous and in the order of the epilogues."""
+    """The pointwise ops that follow a launch's matmuls or reduction.
+
+    Attributes:
+        epilogues: an epilogue or ``None`` for each result.
+        extras: the tensors that the epilogues read, contiguous, in the order of the epilogues.
+    """
 
     epilogues: tuple[Epilogue | None, ...] = ()
     extras: Sequence[torch.Tensor] = ()
@@ -58,7 +61,7 @@ class Tail(NamedTuple):
 
     @property
     def operands(self) -> list[torch.Tensor | None]:
-        """The extra tensors, padded with ``None`` to the ``MOST_EXTRAS`` that a launch takes."""
+        """The extra tensors, padded with ``None`` to ``MOST_EXTRAS``."""
         return [*self.extras, *[None] * (MOST_EXTRAS - len(self.extras))]
 
 
@@ -66,8 +69,7 @@ NO_TAIL = Tail()
 
 
 def check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
-    """Check operands and room. ``need``: ``(bytes, signals)`` that the call needs in its slot. Raises
-    ``UnsupportedError``."""
+    """Check operands and room. ``need``: ``(bytes, signals)`` of the call's slot. Raises ``UnsupportedError``."""
     check_operands(a, b, bias)
     launch.check_room(*need)
 
@@ -81,9 +83,10 @@ def key_of(
     parameters: FusedParameters,
     flag: bool,
 ) -> tuple[object, ...]:
-    """All facts about a call on which its prepared kernel depends. ``flag``: ``keep`` of a gather, ``average`` of a
-    reduction, ``by_columns`` of an all-to-all. Raises ``UnsupportedError`` if ``a`` is not contiguous, or if a matmul's
-    operand is not aligned to 16 bytes."""
+    """Everything on which a call's prepared kernel depends. ``flag``: ``keep``, ``average`` or ``by_columns``.
+
+    Raises ``UnsupportedError`` if ``a`` is not contiguous, or if an operand of a matmul is not aligned to 16 bytes.
+    """
     if not a.is_contiguous() or a.data_ptr() % 16:
         raise UnsupportedError(
             f"the left operand has shape {list(a.shape)} and strides {list(a.stride())}; expected it contiguous and"

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``fused``: one functional op for each site, one persistent kernel for each op.
 
-One launch multiplies a gathered tensor by some of the site's weights (``parameters.in_one_launch``). For the others,
-the vendor's matmul reads the gathered tensor from the workspace. Operands in a layout that no kernel reads are copied
-first.
+One launch multiplies a gathered tensor by some of the weights (``parameters.in_one_launch``), the vendor's matmul by
+the others. Operands in a layout that no kernel reads are copied first.
 """
 
 from __future__ import annotations
@@ -61,8 +60,6 @@ def _gather(
     epilogues: Epilogues = (),
     extras: Sequence[torch.Tensor] = (),
 ) -> Tensors:
-    """``pattern``: one of ``fused_plan.GATHERS``. ``shard``: what is sent; in an all-to-all it has a slice for each
-    rank."""
     fused = _kernels()
     if len(rhs) == 1 and not epilogues and not gathered_used:
         a, b = left_operand(shard), right_operand(rhs[0])
@@ -133,7 +130,7 @@ def _contract(
     launch: Launch,
     parameters: FusedParameters,
 ) -> Tensors:
-    """The kernel computes the first matmul. For the others, the vendor's matmul reads the slices side by side."""
+    """The kernel computes the first matmul. The vendor's matmul computes the others."""
     from overlap_inductor.lowerings.fused.contraction import contracted_all_to_all_matmul
 
     fused, sent, first = _kernels(), left_operand(sent), right_operand(rhs[0])
@@ -236,9 +233,8 @@ define_gather("fused", fused_plan, functools.partial(_gather, "all_gather_matmul
 define_reductions("fused", fused_plan, _reduce)
 define_exchanges("fused", fused_plan, _send, functools.partial(_gather, "all_to_all_matmul"))
 define_contracted("fused", fused_plan, _contract)
-# The all-gather and the reductions again, followed by pointwise ops. ``epilogues``: ``epilogue_program.to_text`` of a
-# list with the epilogue of each result (``None`` for a result without one). ``extras``: the tensors that the epilogues
-# read.
+# The all-gather and the reductions, followed by pointwise ops on ``extras``. ``epilogues``:
+# ``epilogue_program.to_text`` of an epilogue or ``None`` for each result.
 define(
     "fused_all_gather_matmul_epilogue(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used,"
     " Tensor[] extras, str epilogues, str settings, str group_name, str site) -> (Tensor[], Tensor)",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of schedule ``fused`` that need no GPU: its parameters, its limits, and the workspace that a call needs.
-This module does not import Triton."""
+"""Parameters (``one_op.schedule.OpPlan``), limits and workspace of schedule ``fused``. This module does not import
+Triton."""
 
 from __future__ import annotations
 
@@ -22,43 +22,38 @@ from overlap_inductor.transports.transport import PeerCopies
 
 NEVER = 2**62
 COPIES_FROM = 4 << 20
-"""Copy engines send a shard of at least this many bytes faster than the kernel's SMs do. Measured on 2 H200s, also with
-each in the place of one rank of 4 or of 8 (``bench.mirrored``, bench/results/mirrored.jsonl)."""
+"""Copy engines send a shard of at least this many bytes faster than SMs do. Measured on 2 H200s
+(bench/results/mirrored.jsonl)."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedParameters:
-    """The tunable parameters. Objects of this class are compared by identity, because such an object is part of a key
-    that is looked up at every call. ``parameters_of`` makes only one object for the same text and number of blocks.
+    """The tunable parameters. They are part of a key that is looked up at every call, so they are compared by identity.
+    ``parameters_of`` makes one object for equal parameters.
 
     Attributes:
-        blocks: number of blocks of the grid, ideally the number of SMs.
-        copies_from: a shard of at least this many bytes is sent by a transport of ``copiers``, not by the kernel's SMs
-            (patterns in ``GATHERS``).
+        blocks: blocks of the grid, ideally the number of SMs.
+        copies_from: a transport of ``copiers`` sends a shard of at least this many bytes, and SMs send a smaller one
+            (``GATHERS``).
         copier: name of that transport; empty for the first of ``copiers``.
-        parts: largest number of bands of a shard if the whole matmul has at least ``parts_from`` rows. Otherwise a
-            shard is one band. 0: at most as many bands as ranks.
-        pieces: number of pieces in which a band is pushed (all-gather).
-        pushers: number of blocks that push. In an all-gather they push before they multiply, in an all-reduce whenever
-            something is ready. 0 (all-reduce): ``push_inner`` decides.
-        push_inner: K for which one block pushes as fast as all others multiply (all-reduce). The best numbers of
-            pushing blocks were 4 to 8 for K = 14336, 10 to 12 for 7168 and 20 to 24 for 3584. (Tried on 2 and 4 H200s,
-            and on 2 H200s that each took the place of one rank of 8.)
-        unit: number of neighbouring tiles that are pushed at once (all-reduce).
-        slices: number of slices along K in which a shard is pushed (all-gather). A tile waits for them one by one.
-        slices_tiles: largest number of tiles for which a shard is cut into ``slices``; with more tiles it is cut into
-            fewer (``slices_of``). This number is in the plan and is not read from the GPU, because all ranks must cut
-            their shards into the same number of slices.
-        slices_pushers: number of blocks that push the slices.
-        column_tiles: number of tiles across the columns of all weights of a gather. Ranks may have different numbers of
-            columns, but must use the same number here. 0: count the tiles of this rank's weights.
+        parts: largest number of bands of a shard. 0: the number of ranks.
+        parts_from: if the whole matmul has fewer rows, a shard is one band.
+        pieces: pieces in which a band is pushed (all-gather).
+        pushers: blocks that push. 0 (all-reduce): ``push_inner`` decides.
+        push_inner: K for which one block pushes as fast as all others multiply (all-reduce).
+        unit: neighbouring tiles that are pushed at once (all-reduce).
+        slices: slices along K in which a shard is pushed (all-gather). A tile waits for them one by one.
+        slices_tiles: with more tiles than this, a shard has fewer slices (``slices_of``). All ranks need the same
+            number of slices, so it is in the plan.
+        slices_pushers: blocks that push the slices.
+        column_tiles: tiles across the columns of all weights of a gather, equal on all ranks. 0: those of this rank's
+            weights.
         stagger_ns: nanoseconds between the starts of neighbouring blocks (reduce-scatter, all-to-all after a matmul).
-        early: largest number of arrived pieces that a block copies after each tile of the rank's own slice (all-to-all
-            after a matmul). A piece has the size of a tile. -1: one for each peer. The copies then end about when the
-            tiles of the own slice end.
-        halves: whether tiles are stored in two halves, which leaves shared memory for one more stage.
+        early: pieces of a tile's size that a block may copy after each tile of the rank's own slice (all-to-all after a
+            matmul). -1: one for each peer.
+        halves: store tiles in two halves, which leaves shared memory for one more stage.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
-        replays: whether a repeated call is replayed as one CUDA graph (``runtime.replay``).
+        replays: a repeated call is replayed as one CUDA graph (``runtime.replay``).
 
     Raises:
         ValueError: ``parts``, ``pushers``, ``push_inner`` or ``unit`` is too small.
@@ -117,44 +112,35 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
     "matmul_all_to_all": {"stagger_ns": 150, "stages": 4, "halves": True},
     "matmul_all_reduce": {"parts": 0, "pushers": 0, "stages": 4, "halves": True},
 }
-"""By pattern, the best of the values tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl). They were
-also tried on 2 H200s that each took the place of one rank of 4 or of 8 (bench/results/mirrored.jsonl). The all-to-alls
-share the kernels of the gather and of the reduce-scatter, and have the values of these two patterns. No other values
-were tried for the all-to-alls."""
+"""By pattern, the best of the values tried on 2 and 4 H200s (bench/results/fused.jsonl, operators.jsonl,
+mirrored.jsonl). All-to-alls share a kernel with the gather or the reduce-scatter, and so have its values."""
 EXCHANGES = ("matmul_all_to_all", "all_to_all_matmul")
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 """The patterns whose rows are multiplied after they have arrived."""
 
 
 CONTRACTED = 64
-"""A slice of a contracted dim must be a multiple of this many elements (``block_k``). Then each block of K lies in
-the slice of one source rank."""
+"""A slice of a contracted dim must be a multiple of this many elements (``block_k``). So a block of K has one source
+rank."""
 MOST_WEIGHTS = 4
-"""Largest number of weights by which one launch multiplies a gathered tensor: q, k, v and a gate. The vendor's matmul
-takes any further weights."""
+"""Largest number of weights in one launch of a gather: q, k, v and a gate."""
 
 
 def copiers() -> list[PeerCopies]:
-    """The transports that may send the shard of a gather. They must not need an SM, because the kernel occupies all SMs
-    while it waits for what they send."""
+    """The transports that may send the shard of a gather. They must not need an SM, because the kernel occupies all
+    SMs."""
     return [t for t in of_kind(PeerCopies) if not t.needs_sms]
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """The transports that a user may choose for ``pattern``. The kernel's own SMs store the tiles of a reduction,
-    either in the matmul's epilogue or in blocks that run next to the matmul's blocks. For ``GATHERS``, the SMs or one
-    of ``copiers`` may send the shard."""
     return (sm_push.NAME, *(t.name for t in copiers() if pattern in GATHERS))
 
 
 def automatic(pattern: str) -> tuple[str, ...]:
-    """The transports that ``auto`` chooses from: the first of ``copiers`` sends a gather's shard from ``COPIES_FROM``
-    bytes on (``FusedParameters.copies_from``)."""
     return transports_of(pattern)[:2]
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    """The tuned parameters of a pattern, for the plan; ``transport`` as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
     if pattern not in GATHERS or transport == sm_push.NAME:
         return {**TUNED[pattern]}
     if transport == "auto":
@@ -165,17 +151,14 @@ def settings_for(pattern: str, transport: str) -> dict[str, Any]:
 
 @functools.cache
 def parameters_of(settings: str, blocks: int) -> FusedParameters:
-    """The parameters of a plan's ``settings`` (JSON text) on a device of ``blocks`` SMs."""
     return FusedParameters(blocks, **json.loads(settings))
 
 
 def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor], parameters: FusedParameters) -> int:
-    """Slices along K of a gather of ``shard [rows, K]`` multiplied by each of ``rhs [K, N]``; 1 if the shard is not
-    sliced.
+    """Slices along K of a gather of ``shard [rows, K]`` multiplied by each of ``rhs [K, N]``.
 
-    With at most ``slices_tiles`` tiles, which all run at once, there are as many slices as planned. With more tiles
-    there are fewer slices: the SMs then have tiles of arrived shards to multiply while other shards are in transfer. A
-    shard that a transport of ``copiers`` sends is not sliced.
+    If there are more than ``slices_tiles`` tiles, fewer slices suffice: the SMs can multiply tiles of arrived shards. A
+    shard that ``copiers`` send is not sliced.
     """
     if shard.nbytes >= parameters.copies_from:
         return 1
@@ -185,33 +168,32 @@ def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor],
 
 
 def column_tiles(columns: Sequence[int], parameters: FusedParameters) -> int:
-    """Number of tiles across all weights. ``columns``: the number of columns of each weight."""
+    """Tiles across all weights."""
     return sum(-(-n // parameters.block_n) for n in columns)
 
 
 def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:
-    """Rows of a band of a shard of ``rows`` rows: a multiple of ``block_m``, so that no tile waits for two bands."""
+    """Rows of a band: a multiple of ``block_m``, so that no tile waits for two bands. ``rows``: rows of a shard."""
     tiles = -(-rows // parameters.block_m)
     parts = (parameters.parts or world_size) if world_size * rows >= parameters.parts_from else 1
     return -(-tiles // min(parts, tiles)) * parameters.block_m
 
 
 def pushers_of(inner: int, parameters: FusedParameters) -> int:
-    """Number of blocks that push in an all-reduce with K ``inner``, chosen so that these blocks push as fast as the
-    other blocks multiply. The time of a tile's matmul is proportional to K."""
+    """Blocks that push in an all-reduce with K ``inner``. They should push as fast as the others multiply. A tile's
+    matmul takes a time proportional to K."""
     return parameters.pushers or min(max(1, round(parameters.push_inner / inner)), parameters.blocks // 2 or 1)
 
 
 def needed(
     pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters
 ) -> tuple[int, int]:
-    """``(bytes, signals)`` that a call needs in its slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N;
-    ``itemsize``: bytes of an element that is sent."""
-    # (A call with fewer rows never needs more. So what the call with the most rows needs is enough for all calls.)
+    """``(bytes, signals)`` of a call's slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N; ``itemsize``:
+    bytes of a sent element."""
+    # A call with fewer rows never needs more.
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern in EXCHANGES:
-        # (If an all-to-all exchanges slices of K or of columns, the caller may still divide the matmul's rows by the
-        # ranks. ``rows`` is then too small to tell the number of parts, so the largest number is used.)
+        # ``rows`` may be too small if slices of K or of columns are exchanged, so the largest number of parts is used.
         parts = parameters.parts or world_size
     if pattern in GATHERS:
         return world_size * rows * inner * itemsize, parts * parameters.slices
@@ -221,12 +203,9 @@ def needed(
 
 
 def in_one_launch(rhs: Sequence[torch.Tensor]) -> list[int]:
-    """Indices of the weights of a gathered tensor that one kernel multiplies by: the ``MOST_WEIGHTS`` widest weights of
-    one layout. Of the two layouts it is the one whose chosen weights have more columns in total.
-
-    Row-major and transposed weights need tensor maps with different block shapes, and one loop over K reads only one
-    kind.
-    """
+    """Indices of the weights that one kernel multiplies a gathered tensor by: the ``MOST_WEIGHTS`` widest weights of
+    one layout (row-major or transposed). It is the layout whose widest weights have more columns in total. A loop over
+    K reads weights of one layout only, because tensor maps of the other layout have another block shape."""
     alike: dict[bool, list[int]] = {}
     for i, b in enumerate(rhs):
         alike.setdefault(lies_transposed(b), []).append(i)

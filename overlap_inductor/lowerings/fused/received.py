@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of schedule ``fused`` that multiply what arrives: after an all-gather, or after an all-to-all of rows or of
-contracted slices. Either the kernel's own blocks send the shard, or a transport sends it with copies."""
+"""Calls of schedule ``fused`` that multiply what arrives from an all-gather or an all-to-all. The kernel's own blocks
+send the shard, or a transport copies it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ class Received(NamedTuple):
 
     Attributes:
         name: one of ``parameters.GATHERS``, or ``contraction`` if the matmul contracts the exchanged dim.
-        a: what is sent: ``own`` itself in an all-gather; ``[world_size * rows, K]``, a shard for each rank, in an
-            all-to-all.
-        own: the shard ``[rows, K]`` that this rank multiplies itself (``own_shard``).
+        a: what is sent: ``own`` in an all-gather, a shard for each rank in an all-to-all (``[world_size * rows, K]``).
+        own: the shard ``[rows, K]`` that this rank multiplies itself.
         rhs, biases, results: for each weight the right operand, ``[N]`` or ``None``, and the tensor to write.
-        keep: the kernel does not end the call. Until ``calls.end`` does, ``gathered`` may be read on the same stream.
-        tail: the epilogues of the results.
+        keep: the kernel does not end the call. ``gathered`` may be read on the same stream until ``calls.end`` is
+            called.
         banded: copies send a shard in bands (``parameters.band_rows``), not as a whole.
     """
 
@@ -56,9 +55,8 @@ class Received(NamedTuple):
 
     @property
     def operands(self) -> list[torch.Tensor]:
-        """The operands of a launch: ``own``, ``a``, and for each weight the right operand, the result twice (for a
-        descriptor and for a pointer), and the bias. For a weight without a bias, its result is passed as the bias,
-        which the kernel then does not read."""
+        """The operands of a launch: ``own``, ``a``, and for each weight the right operand, its result twice (descriptor
+        and pointer) and its bias. A missing bias is replaced by the result, and not read."""
         found = [self.own, self.a]
         for b, result, bias in zip(self.rhs, self.results, self.biases, strict=True):
             found += [b, result, result, result if bias is None else bias]
@@ -70,23 +68,22 @@ class Received(NamedTuple):
 
 
 Kernel = Callable[[Received], None]
-"""Launches the prepared kernel of a call. Calls whose ``key_of`` is the same share the kernel."""
+"""Launches the prepared kernel of a call."""
 Prepare = Callable[[Received, Launch, FusedParameters], Kernel]
-"""Prepares the kernel of a call. Raises ``UnsupportedError`` if the kernel does not support the call's operands, or if
-the slot is too small."""
+"""Prepares a call's kernel. Raises ``UnsupportedError`` if it does not support the operands, or the slot is too
+small."""
 
 
 def multiply(call: Received, launch: Launch, parameters: FusedParameters, prepare: Prepare) -> None:
     """Launch a call, into ``call.results``. Raises what ``prepare`` raises."""
     tensors = [call.a, *call.rhs, *call.biases, *call.tail.extras]
-    # (Results are contiguous, and the operands determine their sizes: only their addresses may change.)
+    # The operands determine everything about the results but their addresses.
     what = ("fused", call.name, parameters, call.keep, call.tail.epilogues, *[r.data_ptr() for r in call.results])
     copied = [call.a] if call.copied(parameters) else []
     launched(launch, what, tensors, lambda: _start(call, launch, parameters, prepare), parameters.replays, copied)
 
 
 def _start(call: Received, launch: Launch, parameters: FusedParameters, prepare: Prepare) -> None:
-    """The launches of one call."""
     key = key_of(call.name, call.a, call.rhs, call.biases, call.tail, parameters, call.keep)
     kernel = launch.prepared.get(key)
     if kernel is None:
@@ -98,18 +95,16 @@ def _start(call: Received, launch: Launch, parameters: FusedParameters, prepare:
         kernel(call)
         return
     _with_copies(call, launch, parameters, kernel)
-    # (With ``keep``, ``calls.end`` does this once all of the call's results exist.)
+    # With ``keep``, ``calls.end`` does this.
     for result in call.results if not call.keep else ():
         spoil_kernel(launch, result)(result)
 
 
 def _with_copies(call: Received, launch: Launch, p: FusedParameters, kernel: Kernel) -> None:
-    """A transport of ``copiers`` sends the shard; in an all-to-all, it sends each peer's shard. In the meantime,
-    ``kernel`` multiplies the rows that have arrived.
+    """A transport of ``copiers`` sends the shards, while ``kernel`` multiplies the rows that have arrived.
 
-    The kernel occupies every SM, so nothing that the copies wait for may need an SM while the kernel runs. Therefore
-    the wait for permission to write ends before the kernel starts, on the current stream. The flags are written by
-    copies, too. So the copies send a rank's shard even while the rank's kernel waits for its peers.
+    The kernel occupies every SM, so nothing that the copies wait for may need an SM meanwhile. Therefore the wait for
+    credits runs before the kernel, on the current stream. The transport's flags need no SM either.
     """
     a, own, rank = call.a, call.own, launch.rank
     rows = len(own)
@@ -133,7 +128,7 @@ def _with_copies(call: Received, launch: Launch, p: FusedParameters, kernel: Ker
 
 def gathered(own: torch.Tensor, launch: Launch) -> torch.Tensor:
     """The workspace of a call whose own shard is ``own [rows, K]``, as ``[world_size * rows, K]``. It holds the whole
-    gathered tensor only from a call with ``keep`` until ``calls.end``."""
+    gathered tensor only between a call with ``keep`` and ``calls.end``."""
     rows, inner = own.shape
     return (
         launch.slot.data.local[: launch.world_size * own.nbytes].view(own.dtype).view(launch.world_size * rows, inner)
@@ -141,7 +136,7 @@ def gathered(own: torch.Tensor, launch: Launch) -> torch.Tensor:
 
 
 def own_shard(pattern: str, a: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """The shard ``[rows, K]`` of ``a`` that this rank multiplies itself (a view). ``a``: what is sent. Raises
+    """The shard ``[rows, K]`` of ``a`` (what is sent) that this rank multiplies itself, as a view. Raises
     ``UnsupportedError`` if the shards of an all-to-all are not equal."""
     if pattern != "all_to_all_matmul":
         return a

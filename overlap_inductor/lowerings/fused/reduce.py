@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares the kernels of schedule ``fused`` that send what they have multiplied: reductions, and the all-to-all after
-a matmul."""
+"""Prepares the kernels of schedule ``fused`` that send what they multiply: reductions, and the all-to-all after a
+matmul."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from overlap_inductor.transports.call_arguments import call_arguments
 from overlap_inductor.transports.sm_push import COPY_WORDS
 
 MOST_RANKS = 63
-"""Largest group: a block remembers each peer's credit in one bit of a signed 64-bit number."""
+"""Largest group: a block keeps one bit for each peer's credit in a signed 64-bit number."""
 NO_EXCHANGE = {"copies": 0, "EXCHANGES": False, "BY_COLUMNS": False, "EARLY": 0, "COPY": 0}
 """The arguments of ``matmul_reduce_scatter`` that only an all-to-all uses."""
 SLAB = 32
@@ -39,8 +39,8 @@ SLAB = 32
 
 
 class _Arguments(NamedTuple):
-    """The arguments that ``matmul_reduce_scatter`` and ``matmul_all_reduce`` both take, by parameter: those that differ
-    from launch to launch, and the others."""
+    """The arguments that ``matmul_reduce_scatter`` and ``matmul_all_reduce`` share, by parameter. ``varying`` differ
+    from launch to launch."""
 
     varying: dict[str, Any]
     fixed: dict[str, Any]
@@ -59,8 +59,7 @@ def _arguments(
     tail: Tail,
     by_columns: bool = False,
 ) -> _Arguments:
-    """``by_columns``: the shards are columns of the product, not rows. Raises ``UnsupportedError`` if the kernel does
-    not support its operands."""
+    """``by_columns``: the shards are columns of the product, not rows. Raises ``UnsupportedError``."""
     world_size, slot, (all_rows, inner), columns = launch.world_size, launch.slot, a.shape, b.shape[1]
     if by_columns:
         all_rows, columns = all_rows * world_size, columns // world_size
@@ -113,8 +112,8 @@ def prepare_reduce_scatter(
     average: bool,
     tail: Tail,
 ) -> Callable[..., None]:
-    """Prepare the kernel. The returned function launches it with ``(a, b, out, bias)`` and the extra tensors, in this
-    order: ``a [world_size * rows, K]``, ``b [K, N]``, ``out [rows, N]``. Without a bias, pass ``out`` in its place.
+    """Prepare the kernel. The returned function launches it with ``(a, b, out, bias)`` and the extra tensors: ``a
+    [world_size * rows, K]``, ``b [K, N]``, ``out [rows, N]``. Without a bias, pass ``out`` in its place.
 
     Raises:
         UnsupportedError: the kernel does not support its operands, or the slot is too small.
@@ -147,14 +146,8 @@ def prepare_all_to_all(
     bias: torch.Tensor | None,
     by_columns: bool,
 ) -> Callable[..., None]:
-    """Prepare the kernel. The returned function launches it with ``(a, b, out, bias)``, in this order.
-
-    Without a bias, pass ``out`` in its place. ``a [world_size * rows, K]``, ``b [K, N]``, ``out [world_size * rows,
-    N]``. With ``by_columns`` ``a [rows, K]``, ``b [K, world_size * N]``.
-
-    Raises:
-        UnsupportedError: the kernel does not support its operands, or the slot is too small.
-    """
+    """As ``prepare_reduce_scatter``, but without extra tensors, and ``out [world_size * rows, N]``. With
+    ``by_columns``, ``a [rows, K]`` and ``b [K, world_size * N]``."""
     world_size = launch.world_size
     cut, what = (b.shape[1], "columns") if by_columns else (a.shape[0], "rows")
     if cut % world_size:
@@ -182,19 +175,14 @@ def prepare_all_reduce(
     average: bool,
     tail: Tail,
 ) -> Callable[..., None]:
-    """Prepare the kernel. The returned function launches it with ``(a, b, product, out, bias)`` and the extra tensors,
-    in this order: ``product [product_rows, N]``, ``out [M, N]``. Without a bias, pass ``out`` in its place.
-
-    Raises:
-        UnsupportedError: as ``prepare_reduce_scatter``.
-    """
+    """As ``prepare_reduce_scatter``, but with ``(a, b, product, out, bias)``: ``a [M, K]``, ``product [product_rows,
+    N]``, ``out [M, N]``."""
     found = _arguments(matmul_all_reduce, "matmul_all_reduce", a, b, out, launch, p, bias, average, tail)
     if (tiles := len(product) // p.block_m * -(-b.shape[1] // p.block_n)) > launch.slot.tiles.numel():
         words = launch.slot.tiles.numel()
         raise UnsupportedError(f"the product has {tiles} tiles, but the slot has words for only {words}")
     stored = TensorDescriptor.from_tensor(product, [p.block_m, p.block_n // 2 if p.halves else p.block_n])
-    # (The product is passed twice: as a descriptor for bulk stores and as a pointer for loads. ``a`` and ``b`` come
-    # first.)
+    # The product is passed twice: as a descriptor for bulk stores and as a pointer for loads.
     left, right, *behind = found.varying.items()
     varying = dict([left, right, ("product_desc", stored), ("product", product), *behind])
     fixed = {
@@ -210,6 +198,5 @@ def prepare_all_reduce(
 
 
 def product_rows(rows: int, world_size: int, p: FusedParameters) -> int:
-    """Rows of the tensor that an all-reduce's blocks send from: the ``rows`` rows of each shard, rounded up to whole
-    tiles."""
+    """Rows of the tensor that an all-reduce's blocks send from: each shard's ``rows``, rounded up to whole tiles."""
     return world_size * -(-rows // p.block_m) * p.block_m

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused`` for a site, which becomes one op. The epilogue of the op's kernel computes the pointwise ops that
-follow the site's results.
+"""Schedule ``fused``: a site becomes one op. Its kernel also computes the pointwise ops that follow the results
+(epilogue).
 
-With a dynamic token count there is no epilogue. The reason is that calls of few tokens run as written. In these calls,
-the op would have to run the epilogue's pointwise ops one by one.
+With a dynamic token count there is no epilogue. Calls of few tokens run as written, and would have to run these ops one
+by one.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from overlap_inductor.torch_compat import symmetric
 
 @dataclass(frozen=True)
 class FusedSchedule(TableSchedule):
-    """See ``SiteSchedule``. If any result has an epilogue, the plan has a parameter ``epilogue``: a list with each
-    result's program as text. The text is empty for a result without an epilogue."""
+    """See ``SiteSchedule``. If a result has an epilogue, the plan has a parameter ``epilogue``: each result's program
+    as text, empty if it has none."""
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         found = super().pieces(site, config, min_rows)
@@ -57,9 +57,8 @@ class FusedSchedule(TableSchedule):
         settings = super().settings_for(site, config)
         if site.facts.pattern not in GATHERS:
             return settings
-        # The number of slices in which a shard is pushed depends on the tiles of all weights. A rank's weights may have
-        # more or fewer columns than its peers' weights. So the plan's number of tiles is computed from rounded
-        # sizes, which usually agree.
+        # All ranks must push a shard in the same number of slices, which depends on the tiles of all weights. Ranks may
+        # have different numbers of columns, but rounded sizes usually agree.
         rights = [right for _, right in operands(served(site))]
         columns = [rounded(int(rights[i].shape[1])) for i in in_one_launch(rights)]
         return {**settings, "column_tiles": column_tiles(columns, parameters_of(json.dumps(settings), 1))}
@@ -68,7 +67,7 @@ class FusedSchedule(TableSchedule):
         if "epilogue" not in parameters:
             return super().rewrite(emit, site, parameters)
         site = served(site)
-        # The tails are found again, because the rewrites of sites before this one have put other nodes into the graph.
+        # Found again, because rewrites of earlier sites have put other nodes into the graph.
         tails = tails_of(site, parameters["epilogue"])
         if described(tails) != parameters["epilogue"]:
             raise RuntimeError(f"the epilogue was planned as {parameters['epilogue']} and is now {described(tails)}")
@@ -79,7 +78,7 @@ class FusedSchedule(TableSchedule):
         )
         ends = {result: tail.end for result, tail in zip(results_of(site), tails, strict=True) if tail is not None}
         if site.facts.pattern != GATHER:
-            # The collective and its wait are erased with the nodes between them and the tail's end.
+            # The collective and its wait are erased with the nodes up to the tail's end.
             replaced = {result: replaced[result] for result in ends}
         return chain, {
             ends.get(old, old): emit.reshape(new, tools.shape(ends.get(old, old))) for old, new in replaced.items()

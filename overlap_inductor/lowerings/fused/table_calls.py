@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``fused`` launches one kernel for lookups in tables and the all-to-all that follows, on the current stream.
 
-A kernel cannot take the addresses of hundreds of tensors as arguments, so it reads them from a tensor of ``facts`` on
-the device (``kernels.layout.TABLE_FACTS``). If a call's facts differ from those of the site's previous call, the
-call first copies its facts from pinned memory to that tensor. In a captured CUDA graph, the facts have
-memory of their own in the graph's pool, and the copy is a node of the graph. The pinned memory from which the graph
-copies is never written again, and never freed. The host does not wait for the device in a call.
+Hundreds of addresses do not fit into a kernel's arguments. So the kernel reads them from ``facts``, a tensor on the
+device (``kernels.layout.TABLE_FACTS``). If a call has new facts, it first copies them there from pinned memory. The
+host never waits for the device.
+
+CUDA graphs. A captured graph has its own ``facts`` in its pool, and its own pinned memory. The copy is a node of the
+graph.
 """
 
 from __future__ import annotations
@@ -37,14 +38,13 @@ class Lookups:
     Attributes:
         tables: ``[rows, width]``, contiguous and aligned to 16 bytes.
         indices: one dim, contiguous, int32 or int64.
-        offsets: as ``indices``, of the same dtype: where each bag begins. Empty: each index is a bag.
-        samples: weights of the indices, in the dtype of the tables; or empty.
+        offsets: where each bag begins, in the dtype of ``indices``. Empty: each index is a bag.
+        samples: weights of the indices, in the dtype of the tables.
         padding: the padding index of each table, or -1.
-        bags: number of bags of each table, in the slices of all ranks together.
+        bags: bags of each table, in the slices of all ranks together.
         mean: bags are averaged, not summed.
         last_offset: ``offsets`` has one more element than there are bags.
-        rows_first: a slot of the result holds the results of all tables for one bag, then for the next. Otherwise it
-            holds all bags of one table, then of the next.
+        rows_first: a slot of the result is ordered by bag, then by table. Otherwise by table, then by bag.
     """
 
     tables: Sequence[torch.Tensor]
@@ -99,18 +99,14 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 _CAPTURED: list[torch.Tensor] = []
-"""The host memory from which captured graphs copy their facts. It is never freed, because a graph may be replayed as
-long as the process lives."""
+"""The host memory from which captured graphs copy their facts. Never freed, because a graph may be replayed at any
+time."""
 
 
 @dataclass
 class _Facts:
-    """The facts of a site's tables on the device, for calls outside of captured graphs.
-
-    Attributes:
-        memory: what the kernel reads.
-        values: the values in ``memory``, or on their way there.
-    """
+    """The facts of a site's tables on the device, for calls outside of captured graphs. ``values`` are in ``memory``,
+    or on their way there."""
 
     memory: torch.Tensor
     values: list[int] = field(default_factory=list)
@@ -125,9 +121,8 @@ def look_up(
     """The result of the all-to-all, flat: the slice of this rank from all tables of all ranks.
 
     Args:
-        saved: for each table, two tensors that the kernel fills for the backward graph, in the dtype of the indices.
-            The first gets the bag of each index. The second gets the number of rows of each bag; rows of the padding
-            index are not counted. Nothing is stored for a tensor without elements.
+        saved: two tensors for each table, to be filled for the backward graph: the bag of each index, and the rows of
+            each bag without the padding index. A tensor without elements is not filled.
 
     Raises:
         UnsupportedError: the kernel does not support a tensor, or the slot is too small.
@@ -164,7 +159,7 @@ def _values(lookups: Lookups, saved: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _on_device(values: list[int], launch: Launch) -> torch.Tensor:
-    """``values`` as a tensor on the device, int64, for launches that follow on the current stream.
+    """``values`` as an int64 tensor on the device, for launches that follow on the current stream.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.
@@ -186,9 +181,9 @@ def _on_device(values: list[int], launch: Launch) -> torch.Tensor:
     if capturing:
         _CAPTURED.append(host)
         return host.to(device, non_blocking=True)
-    # When this copy runs, the previous call has read its facts: the calls of a rank run one after the other.
+    # The previous call has read its facts when this copy runs, because a rank's calls run one after the other.
     facts.memory.copy_(host, non_blocking=True)
-    # Set after the copy: if the copy raises an error, the next call must copy again.
+    # Set last, so that the next call copies again if this copy raises.
     facts.values = values
     return facts.memory
 
@@ -205,7 +200,6 @@ def _prepare(
     rows, itemsize = lookups.bags // world_size, out.element_size()
     bags = p.bags_at_once(width, itemsize)
     slot_bytes = out.nbytes // world_size
-    # The names are those of the kernel's parameters.
     fixed = {
         **call_arguments(embedding_all_to_all, launch),
         "staging": launch.slot.data.local[: out.nbytes].view(torch.int32),
@@ -227,8 +221,8 @@ def _prepare(
         "BLOCK": p.copy_words,
     }
     varying = {"out": out, "facts": facts, "index": _as_index(facts, lookups)}
-    # ``debug``: otherwise Triton drops the kernel's asserts. ``sanitize_overflow=False``: otherwise ``debug`` also adds
-    # asserts against integer overflow.
+    # With ``debug``, Triton keeps the kernel's asserts. ``sanitize_overflow=False``: no asserts against integer
+    # overflow.
     return PreparedKernel(
         embedding_all_to_all,
         p.blocks * p.blocks_an_sm,

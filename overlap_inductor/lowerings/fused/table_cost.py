@@ -2,7 +2,7 @@
 """Estimates of the fused lookup kernel, with the constants of other fused kernels.
 
 On 2 H100s (bench/results/lookups.jsonl), 64 tables with bags of 1 to 20 indices took 1.06 to 1.09 times the estimate.
-Bags of 100 indices took 0.7 times the estimate, because the cache holds rows that several bags read.
+Bags of 100 indices took 0.7 times the estimate.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from overlap_inductor.facts.machine import Machine
 from overlap_inductor.lowerings.fused.cost import COST
 
 EXPOSED = COST.exposed[1]
-"""Exposed fraction of the shorter of lookups and transfer. The number is that of the kernel for a matmul and a
-reduce-scatter (bench/results/fused.jsonl). Both kernels compute the other ranks' slices first, and their blocks store
-the results into the peers' memory."""
+"""Exposed fraction of the shorter of lookups and transfer. This is the reduce-scatter's number
+(bench/results/fused.jsonl). That kernel also computes the other ranks' slices first and stores them into the peers'
+memory."""
 RANKS = 2
 """The largest measured group."""
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of one kernel. The terms of the sum are:
+    """Seconds of one kernel, the sum of:
 
-    - the time of the lookups or of the transfer, whichever is longer
-    - an exposed fraction of the shorter of the two
-    - the copy of the received results out of the workspace: it reads, and writes, as many bytes as this rank sends
+    - the longer of lookups and transfer
+    - an exposed fraction of the shorter one
+    - the copy of the received results: it reads, and writes, as many bytes as this rank sends
     - a fixed cost
 
-    The lookups are limited by memory: ``sizes.memory`` is what they read and write. One kernel serves all tables, so
-    the fixed cost of a table's own kernels (``lookup_seconds``) is paid by ``keep`` only.
+    ``sizes.memory`` is what the lookups read and write.
     """
     lookups, wire = sizes.memory / machine.memory_bytes, sizes.bytes_sent / machine.link_bytes
     copy = 2 * sizes.bytes_sent / machine.memory_bytes

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op of schedule ``fused`` for lookups in embedding tables and the all-to-all that follows: one kernel for a site.
+"""The op of schedule ``fused`` for lookups in embedding tables and the all-to-all that follows.
 
 ``fused_embedding_all_to_all(...) -> (results, token)``. ``results`` begins with the result of the all-to-all, flat.
-With ``saves``, the other results of ``_embedding_bag`` follow, which the backward graph reads. For each table they are
-the bag of each index, the number of rows of each bag, and the row of each maximum. The kernel computes only sums and
-means, so it does not fill the row of each maximum.
+With ``saves``, three results of ``_embedding_bag`` for each table follow, for the backward graph:
 
-If there is no workspace left for the site, the op runs the program's own lookups and the plain all-to-all
-(``runtime.workspace`` logs that). All ranks do the same, because the workspace is the same on all.
+* the bag of each index
+* the rows of each bag
+* the row of each maximum, not filled because the kernel computes no maximum
+
+If there is no workspace left for the site, the op runs the program's own lookups and the plain all-to-all. All ranks do
+so, because their workspaces are alike.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from overlap_inductor.torch_compat.memory import token_like
 
 aten = torch.ops.aten
 MODES = ("sum", "mean")
-"""The ways to pool a bag. A way's index in this tuple is the number that torch gives the way."""
+"""The ways to pool a bag, at the index that torch gives them."""
 
 
 def _bags(indices: torch.Tensor, offsets: Sequence[torch.Tensor], last_offset: bool) -> int:
@@ -72,7 +74,7 @@ def _saved(
             (i.new_empty(i.shape[0]), i.new_empty(o.shape[0]), i.new_empty(0))
             for i, o in zip(indices, offsets, strict=True)
         ]
-    # On other devices, the shapes depend on the tables, so the program's own ops are run to get the shapes.
+    # On other devices, the shapes depend on the tables. The program's own ops tell them.
     found = _looked_up(tables, indices, offsets, samples, padding, mode, last_offset)
     return [tuple(map(torch.empty_like, results[1:])) for results in found]
 
@@ -163,9 +165,8 @@ def _embedding_all_to_all_fake(
     return [out, *(t for s in saved for t in s)], chain.new_empty(1)
 
 
-# ``offsets``: empty for plain rows. ``samples``: weights of the indices, or empty. ``padding``: for each table, the
-# padding index of its bags; -1 if there is none, and for plain rows. ``mode``: see ``MODES``. ``last_offset``,
-# ``rows_first``: see ``table_calls.Lookups``.
+# ``offsets``: empty for plain rows. ``samples``: weights of the indices, or empty. ``padding``: each table's padding
+# index, or -1. ``mode``: see ``MODES``. ``last_offset``, ``rows_first``: see ``table_calls.Lookups``.
 define(
     "fused_embedding_all_to_all(Tensor chain, Tensor[] tables, Tensor[] indices, Tensor[] offsets, Tensor[] samples,"
     " int[] padding, str mode, bool last_offset, bool rows_first, bool saves, str settings, str group_name, str site)"

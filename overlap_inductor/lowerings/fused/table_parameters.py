@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the fused lookup kernel that need no GPU: its parameters, its limits, and the workspace that a call
-needs. This module does not import Triton."""
+"""Parameters, limits and workspace of the fused lookup kernel. This module does not import Triton."""
 
 from __future__ import annotations
 
@@ -13,27 +12,24 @@ import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_WIDTH = 1024
-"""The largest number of elements of a row. Each of the 128 threads of a block then holds 8 sums for each bag."""
+"""Largest number of elements of a row. Each of a block's 128 threads then holds 8 sums for each bag."""
 MOST_RANKS = 1024
 """Largest group: a slot has one flag for each source, and one counter for each receiver."""
 PIECES_A_BLOCK = 8
-"""A block claims on average at least this many pieces, if there are enough bags. With fewer pieces for
-each block, some blocks end long before others."""
+"""Pieces that a block claims on average, if there are enough bags. With fewer, some blocks end long before others."""
 
 
 @dataclass(frozen=True, eq=False)
 class TableParameters:
-    """The tunable parameters. Objects of this class are compared by identity, like ``FusedParameters``. No parameter
-    was tuned on a GPU.
+    """The tunable parameters, compared by identity like ``FusedParameters``. None was tuned on a GPU.
 
     Attributes:
         blocks: the device's number of SMs.
-        blocks_an_sm: blocks of the grid for each SM. More loads are in flight with more blocks.
+        blocks_an_sm: blocks of the grid for each SM. With more blocks, more loads are in flight.
         unroll: rows of each bag that a thread loads before it adds the first.
-        warps: warps of a block.
         bags: bags that a block looks up at once, a power of two. 0: so many that each thread loads 16 bytes at once.
-        most: largest number of times that a block looks up ``bags`` bags for one claimed piece.
-        copies: number of parts in which a peer's results are copied out of the workspace. 0: one for each SM.
+        most: how many times a block may look up ``bags`` bags for one piece.
+        copies: parts in which a peer's results are copied out of the workspace. 0: one for each SM.
         copy_words: int32 words that a block copies at once.
     """
 
@@ -51,14 +47,13 @@ class TableParameters:
         return self.bags or max(1, self.warps * 32 * (16 // itemsize) // power_of_two(width))
 
     def piece_rows(self, rows: int, tables: int, world_size: int, bags: int) -> int:
-        """Number of bags in one piece, a multiple of ``bags``. A slice has ``rows`` bags."""
+        """Bags in one piece, a multiple of ``bags``. A slice has ``rows`` bags."""
         turns = world_size * tables * -(-rows // bags) // (self.blocks * self.blocks_an_sm * PIECES_A_BLOCK)
         return bags * max(1, min(turns, self.most))
 
 
 @functools.cache
 def parameters_of(settings: str, blocks: int) -> TableParameters:
-    """The parameters of a plan's ``settings`` (JSON text) on a device of ``blocks`` SMs."""
     return TableParameters(blocks, **json.loads(settings))
 
 

@@ -37,8 +37,7 @@ BAGS = "embedding_bag"
 
 
 def why_not(nodes: PooledNodes) -> str | None:
-    """Why no fused kernel can compute the site; ``None`` if one can. Whether the group's GPUs reach each
-    other is not checked here."""
+    """Why no fused kernel can compute the site; ``None`` if one can."""
     first = nodes.lookups[0]
     dtype, width = tools.dtype(first.rhs), tools.shape(first.rhs)[1]
     sizes = [width, *nodes.wire.shape(), *(s for m in nodes.lookups for s in tools.shape(m.rhs))]
@@ -59,7 +58,7 @@ def why_not(nodes: PooledNodes) -> str | None:
 
 
 def _why_not_table(lookup: LookupNode, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot look up one table, whatever the site's other tables are. ``None`` if it can."""
+    """Why the kernel cannot look up this table; ``None`` if it can."""
     node, table, name = lookup.node, tools.value(lookup.rhs), lookup.node.name
     if not table.is_contiguous() or table.storage_offset() * dtype.itemsize % 16:
         return f"{name} reads a table with strides {list(table.stride())}; expected it contiguous, aligned to 16 bytes"
@@ -138,9 +137,7 @@ def _results(lookup: LookupNode) -> dict[int, fx.Node]:
 
 
 def _rows_first(nodes: PooledNodes) -> bool | None:
-    """True if a slot of the result holds the rows of all tables for one bag, then for the next. False if it holds all
-    rows of one table, then of the next. ``None`` if it holds them in another order, or if a row does not consist of
-    whole atoms of the layout."""
+    """Order of a slot of the result. True: by bag, then by table. False: by table, then by bag. ``None``: any other."""
     _, *atoms = nodes.block.flat()
     width = tools.shape(nodes.lookups[0].rhs)[1]
     cut = next((i for i in range(len(atoms) + 1) if product(atoms[i:]) == width), None)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of schedule ``fused`` that plans pattern ``embedding_all_to_all``: lookups in tables and the all-to-all that
-follows, in one kernel. The all-to-all of the backward graph and the gradients of the tables are left to other
-schedules."""
+"""Plans pattern ``embedding_all_to_all`` for schedule ``fused``: lookups in tables and the all-to-all that follows. The
+backward graph's all-to-all and the gradients of the tables are left to other schedules."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ def _is_table(site: OverlapSite) -> bool:
 
 
 class TableSchedule(OneOpSchedule):
-    """See ``SiteSchedule``. A schedule that writes lookups and their exchange as one op, and other sites as
-    ``OneOpSchedule`` does. It does not serve lookups of a batch whose size is dynamic."""
+    """See ``SiteSchedule``. Writes lookups and their exchange as one op, and other sites as ``OneOpSchedule`` does.
+    Does not serve lookups with a dynamic batch size."""
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         if not _is_table(site):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the pointwise ops that follow a site's results and that the fused kernel computes in its epilogue."""
+"""Finds the pointwise ops after a site's results that the fused kernel computes in its epilogue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from overlap_inductor.sites.tile_epilogue import Tail
 from overlap_inductor.sites.tile_epilogue import find_tail
 
 GATHER = "all_gather_matmul"
-"""The pattern whose op has an epilogue for each matmul; the ops of the other patterns have one epilogue."""
+"""The pattern whose op has an epilogue for each matmul. Other patterns' ops have one epilogue."""
 
 
 def results_of(site: OverlapSite) -> list[fx.Node]:
@@ -29,17 +29,22 @@ def results_of(site: OverlapSite) -> list[fx.Node]:
 
 
 def tails_of(site: OverlapSite, planned: list[str] | None = None) -> list[Tail | None]:
-    """The tail of each result. A tail is ``None`` if the result has no tail that the kernel can compute, or if the
-    vendor's matmul computes the result. It is also ``None`` if the kernel writes the rows in an order that is not the
-    result's order. The list is empty for a dynamic token count, and for an all-to-all. ``planned``: what ``described``
-    returned when the site was planned."""
+    """The tail of each result; empty for a dynamic token count and for an all-to-all. A result has no tail (``None``)
+    in these cases:
+
+    * The kernel can compute no tail of it.
+    * The vendor's matmul computes the result.
+    * The kernel writes the rows in another order than the result's.
+
+    ``planned``: what ``described`` returned when the site was planned.
+    """
     if not isinstance(site.nodes.tokens, int) or site.facts.pattern in EXCHANGES:
         return []
     return (_gather_tails if site.facts.pattern == GATHER else _reduce_tail)(site, planned)
 
 
 def described(tails: list[Tail | None]) -> list[str]:
-    """The program of each tail as text, which is empty for a result without a tail."""
+    """The program of each tail as text, empty for a result without a tail."""
     return ["" if tail is None else str(tail.epilogue) for tail in tails]
 
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define ops, each of which runs an all-to-all of equal slices and its matmuls. In all else they are like the ops of
-``one_op.ops``.
+"""Define ops that run an all-to-all of equal slices and its matmuls. Otherwise they are like the ops of ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): ``sent [W*m, K]`` has a slice of rows for each rank. The product ``lhs @ rhs`` has a
-slice of rows for each rank, or a slice of columns if ``columns``. For a contraction, ``sent [W*m, k]`` also has a slice
-of rows for each rank. Rows ``r*k`` to ``(r+1)*k - 1`` of ``rhs [W*k, N]`` are multiplied by the slice that rank ``r``
-sends.
+slice of rows for each rank, or of columns if ``columns``. In a contraction of ``sent [W*m, k]``, rank ``r``'s slice is
+multiplied by rows ``r*k`` to ``(r+1)*k - 1`` of ``rhs [W*k, N]``.
 """
 
 from __future__ import annotations
@@ -33,11 +31,12 @@ Send = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, bool, Launch, 
 
 
 def define_exchanges(schedule: str, plan: SitePlan, send: Send, receive: Gather) -> None:
-    """Define ops ``<schedule>_matmul_all_to_all`` and ``<schedule>_all_to_all_matmul``.
+    """Define two ops:
 
-    The first returns ``(received [W * rows, width], token)``: a slice from each rank, in the order of ranks. The second
-    returns ``([result [W*m, N] of each matmul ...], token)``. If ``received_used``, the received tensor ``[W*m, K]``
-    follows the results in the list.
+    * ``<schedule>_matmul_all_to_all`` returns ``(received [W * rows, width], token)``: a slice from each rank, in the
+      order of ranks.
+    * ``<schedule>_all_to_all_matmul`` returns ``([result [W*m, N] of each matmul ...], token)``. With
+      ``received_used``, the received tensor ``[W*m, K]`` ends the list.
     """
     _define_sent(schedule, plan, send)
     _define_received(schedule, plan, receive)
@@ -125,11 +124,11 @@ def _define_received(schedule: str, plan: SitePlan, receive: Gather) -> None:
 
 
 def define_contracted(schedule: str, plan: SitePlan, contract: Gather) -> None:
-    """Define op ``<schedule>_contracted_all_to_all_matmul``, whose matmuls contract the dim that the ranks exchange.
+    """Define op ``<schedule>_contracted_all_to_all_matmul``, whose matmuls contract the exchanged dim.
 
-    The matmuls' left operand, ``operand [m, W*k]``, has the received slices side by side, in the order of ranks. The op
-    returns ``([operand @ b + bias [m, N] of each matmul ...], token)``. If ``operand_used``, the operand follows the
-    results in the list. ``contract`` returns that list.
+    ``operand [m, W*k]`` has the received slices side by side, in the order of ranks. The op returns ``([operand @ b +
+    bias [m, N] of each matmul ...], token)``. With ``operand_used``, the operand ends the list. ``contract`` returns
+    the list.
     """
 
     def implementation(
@@ -144,7 +143,7 @@ def define_contracted(schedule: str, plan: SitePlan, contract: Gather) -> None:
     ) -> tuple[Tensors, torch.Tensor]:
         group, token, (all_rows, width) = resolve_group(group_name), token_like(chain), sent.shape
         ranks = group.size()
-        # (The workspace is planned for one slice. So ``ready`` gets only the rows of the right operand for one slice.)
+        # The workspace is planned for one slice, so ``ready`` gets one slice's rows of the right operand.
         one, rows = rhs[0][:width], -(-all_rows // ranks)
         found = ready(plan, "all_to_all_matmul", rows, sent, one, sent.dtype, group, site, settings)
         if found is None:

@@ -2,11 +2,9 @@
 """``SentRows`` and ``ReceivedRows``: an all-to-all of equal slices and its matmuls, written as one op
 (``one_op.exchange_ops``).
 
-Matmuls may contract the dim that the ranks exchange, as the output projection of Ulysses attention does. Then the op's
-name has ``contracted_`` before the pattern, and the matmuls' left operand has the slices of all ranks side by side. If
-a vendor's matmul took one slice at a time, the sum over the slices would be rounded after each slice. A sum kept in
-fp32 would avoid this, but each matmul would read and write it in memory. This takes longer than the transfer. So a
-schedule multiplies the slices in one of these ways:
+Matmuls may contract the exchanged dim, as the output projection of Ulysses attention does. Then the op's name has
+``contracted_`` before the pattern, and the left operand has the slices of all ranks side by side. The slices are not
+multiplied by one vendor matmul each: the sum would be rounded after each slice, or kept in memory in fp32. Instead:
 
 - A Triton kernel adds up the products of the slices in registers (``lowerings.fused.contraction``).
 - A vendor's matmul reads a band of rows of all slices (``lowerings.chunked.contracted_launch``).
@@ -50,7 +48,7 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 
 class SentRows(ReduceRows):
-    """See ``form.RowsForm``. A slice consists of rows of the matmul's result, or of its columns."""
+    """See ``form.RowsForm``. A slice consists of rows or of columns of the product."""
 
     turns = False
 
@@ -93,11 +91,10 @@ def _has_columns_of(nodes: SentNodes, bias: fx.Node) -> bool:
 
 
 class ReceivedRows(GatherRows):
-    """See ``form.RowsForm``. The tensor that is sent has a slice of rows for each rank."""
+    """See ``form.RowsForm``."""
 
     def served(self, site: OverlapSite) -> OverlapSite:
-        """As ``GatherRows.served``, with one exception. If the op can compute none of the matmuls whose rows or columns
-        are exchanged, the site keeps only matmuls that contract the exchanged dim."""
+        """See ``form.served``."""
         nodes, rows = nodes_of(site, ReceivedNodes), super().served(site)
         if rows is not site or super().loopable(site):
             return rows
@@ -107,12 +104,12 @@ class ReceivedRows(GatherRows):
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, ReceivedNodes)
-        # (A program may send bits of one dtype as another dtype. Such a site is left to the ring.)
+        # A program may send bits of one dtype as another dtype. The ring serves such a site.
         read = {tools.dtype(c.operand_node) for c in nodes.consumers}
         return read == {tools.dtype(nodes.source)} and (super().loopable(site) or _all_contract(nodes))
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        """False if the matmuls contract the exchanged dim. The rows of their operand are then not the site's tokens
+        """False if the matmuls contract the exchanged dim: their operand's rows are not the site's tokens
         (``SiteNodes.tokens``)."""
         return not _all_contract(nodes_of(site, ReceivedNodes))
 
@@ -162,8 +159,8 @@ class ReceivedRows(GatherRows):
 
 
 def _contracts(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
-    """Whether the matmul contracts the exchanged dim of its left operand, and an op can compute the matmul. The operand
-    must have the slices side by side, each in the order in which it is sent."""
+    """Whether the matmul contracts the exchanged dim of its left operand, and an op can compute it. The operand must
+    have the slices side by side, each in the order in which it is sent."""
     return (
         (consumer.role, consumer.operand) == ("K", "lhs")
         and consumer.matmul.kind in PLAIN
@@ -179,15 +176,15 @@ def _all_contract(nodes: ReceivedNodes) -> bool:
 
 
 def _slice_width(consumer: GatherConsumer) -> Any:
-    """Number of contracted elements that each rank sends."""
+    """Contracted elements that each rank sends."""
     return consumer.sharded.outer * consumer.sharded.chunk
 
 
 def _write_contracted(
     emit: StepEmitter, nodes: ReceivedNodes, op: Op, own: tuple[Any, ...]
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """``RowsForm.write`` for matmuls that contract the exchanged dim. The rows of the right operands are brought into
-    the ranks' order."""
+    """``RowsForm.write`` for matmuls that contract the exchanged dim. Brings the right operands' rows into the ranks'
+    order."""
     first = nodes.consumers[0]
     rows, width = tools.shape(first.operand_node)[0], _slice_width(first)
     sent = emit.reshape(sent_rows(emit, nodes), [emit.world_size * rows, width])
@@ -200,21 +197,21 @@ def _write_contracted(
     if not used:
         return chain, replaced
     operand = emit.call(getitem, results, len(rhs))
-    # (Other matmuls, e.g. of a weight's gradient, then read the operand without a copy.)
+    # Other matmuls, e.g. of a weight's gradient, then read the operand without a copy.
     replaced |= {c.operand_node: operand for c in nodes.consumers if _is_operand(c, nodes)}
     whole = _given_from_operand(emit, nodes, operand)
     return chain, replaced | {nodes.collective.wait: whole, nodes.collective.node: whole}
 
 
 def _is_operand(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
-    """Whether the matmul's left operand is the tensor that the op returns as ``operand``, in the same layout."""
+    """Whether the op's ``operand`` can take the place of the matmul's left operand."""
     node, outer = consumer.operand_node, consumer.sharded.outer
     in_ranks_order = isinstance(outer, int) and outer == 1
     return in_ranks_order and node is not nodes.collective.wait and tools.value(node).is_contiguous()
 
 
 def _given_from_operand(emit: StepEmitter, nodes: ReceivedNodes, operand: fx.Node) -> fx.Node:
-    """As ``exchanged_rows.given``, but from ``operand``, which has the received slices side by side."""
+    """As ``exchanged_rows.given``, but from ``operand``."""
     rank, first = next(a for a in nodes.given.flat() if a.rank), nodes.consumers[0]
     columns = (rank, *first.sharded.before, *first.sharded.after)
     layout = Layout((first.layout.refined().dims[0], columns))

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``RowsForm``: the interface through which a schedule with one op for each site reads and writes a site.
-
-``GatherRows`` implements it for ``GatherNodes``, ``ReduceRows`` for ``ReduceNodes``, and ``SentRows`` and
-``ReceivedRows`` for an all-to-all of equal slices. Sites with nodes of another kind have no such form.
-"""
+"""``RowsForm``: how a schedule with one op for each site reads and writes a site. ``FORMS`` has the form of each kind
+of nodes."""
 
 from __future__ import annotations
 
@@ -32,28 +29,26 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 class RowsForm(Protocol):
     @property
     def turns(self) -> bool:
-        """What the op does if N is the dim that is cut. True: it computes the transposed product, so that it cuts rows
-        of its left operand. False: it cuts columns of the product."""
+        """For a site whose dim N is cut. True: the op computes the transposed product, and cuts rows. False: it cuts
+        columns."""
         ...
 
     def served(self, site: OverlapSite) -> OverlapSite:
-        """The site with only those matmuls that one op can compute together. Returns ``site`` unchanged if the op can
-        compute all matmuls, or none."""
+        """See the function ``served``."""
         ...
 
     def loopable(self, site: OverlapSite) -> bool:
-        """Whether the rows are in the ranks' order or can be permuted into it, so that one op can compute the site. The
-        kinds of the matmuls are not checked here."""
+        """Whether the rows are in the ranks' order or can be permuted into it, so that one op can compute the site.
+        Does not check the kinds of the matmuls."""
         ...
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        """For a loopable site: whether the op can derive the token count from its rows. If so, the op can run the plain
-        collective when there are few tokens."""
+        """For a loopable site: whether the op knows the token count from its rows. Then it can run the plain collective
+        for few tokens."""
         ...
 
     def computed_between(self, site: OverlapSite) -> fx.Node | None:
-        """A node that the op cannot compute, between the collective and the matmuls: an op that is not element-wise, or
-        one beside it (``sites.row_wise``, ``passes.find_region``). ``None`` if all ops there are element-wise."""
+        """A node between the collective and the matmuls that the op cannot compute; ``None`` if there is none."""
         ...
 
     def slice_sizes(self, site: OverlapSite, left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
@@ -62,27 +57,17 @@ class RowsForm(Protocol):
 
     def why_no_sum(self, site: OverlapSite, noun: str, sums: bool) -> str | None:
         """Why the schedule cannot add the results of the site's matmuls; ``None`` if it can, or if there is nothing to
-        add.
-
-        Args:
-            noun: ``SiteSchedule.noun``, for the text.
-            sums: whether the schedule has an op for sums.
-        """
+        add. ``noun``: of the schedule, for the text. ``sums``: the schedule has an op for sums."""
         ...
 
     def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
-        """If all matmuls of ``site`` contract the dim that the ranks gather or exchange: why the schedule cannot
-        compute them. ``None`` if it can, or if a matmul does not contract this dim. ``site`` need not be loopable.
-
-        Args:
-            noun: ``SiteSchedule.noun``, for the text.
-            contracts: ``OneOpSchedule.contracts``.
-        """
+        """Why the schedule cannot compute matmuls that all contract the gathered or exchanged dim. ``None`` if it can,
+        or if a matmul does not contract this dim. ``noun``, ``contracts``: of the schedule. ``site`` need not be
+        loopable."""
         ...
 
     def why_not_scaled(self, site: OverlapSite) -> str | None:
-        """Why no op of scaled matmuls can move the data of ``site``; ``None`` if one can. All matmuls of ``site`` are
-        scaled."""
+        """Why no op can move the data of a site of scaled matmuls; ``None`` if one can."""
         ...
 
     def write(
@@ -91,14 +76,13 @@ class RowsForm(Protocol):
         """Write the op into the graph.
 
         Args:
-            op: ``op(prefix)`` is the overload of the op whose name has ``prefix`` before the pattern
-                (``lowerings.rows.Op``).
+            op: ``op(prefix)`` is the overload of the op with ``prefix`` before the pattern in its name.
             scales: the scale arguments of each matmul (``scaled.terms``); empty for plain matmuls.
             own: the schedule's own arguments, which follow the operands. The last one is the settings.
 
         Returns:
-            ``(next token of the chain, {old node: its replacement})``. Each replacement has the shape and strides of
-            the old node.
+            ``(next token of the chain, {old node: its replacement})``. A replacement has the old node's shape and
+                strides.
         """
         ...
 
@@ -119,10 +103,9 @@ def form_of(site: OverlapSite) -> RowsForm:
 def served(site: OverlapSite) -> OverlapSite:
     """The site with only those matmuls that one op can compute together.
 
-    In a gather, these are the plain matmuls that the op can compute. They must read the gathered tensor in the same
-    shape and dtype as the first of them. The other matmuls stay in the graph and read the gathered tensor that the op
-    returns. An example is a weight's gradient, which contracts the tokens. If the op can compute none of the matmuls of
-    an all-to-all in this way, the site keeps only the matmuls that contract the exchanged dim.
+    * Gather: the plain matmuls that read the gathered tensor in the shape and dtype of the first of them. The others,
+      for example a weight's gradient, read the gathered tensor that the op returns.
+    * All-to-all: likewise. If there is no such matmul, those that contract the exchanged dim.
 
     Returns ``site`` unchanged if the op can compute all matmuls, or none, or if some are scaled and some plain.
     """
@@ -135,6 +118,5 @@ def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
 
 
 def chooses_at_run_time(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
-    """Whether one op computes this site, all its matmuls are of ``kinds``, and the op can run the plain collective when
-    there are few tokens."""
+    """Whether the site is ``loopable`` and its op can run the plain collective for few tokens."""
     return loopable(site, kinds) and form_of(site).chooses_at_run_time(site)

@@ -87,7 +87,6 @@ class GatherRows:
         terms = map(list, zip(*scales, strict=True))
         out = emit.communicate(op(""), emit.chain, shard, rhs, biases, *terms, used, *own, emit.group_name, emit.site)
         results, chain = (emit.call(getitem, out, i) for i in range(2))
-        # The op returns the gathered tensor after the results.
         gathered = emit.call(getitem, results, len(rhs)) if used else None
         replaced = {
             c.matmul.node: placed(emit, c, emit.call(getitem, results, i)) for i, c in enumerate(nodes.consumers)
@@ -118,7 +117,7 @@ def _gathers_rows(consumer: GatherConsumer, nodes: GatherNodes) -> bool:
 
 
 def _one_shape(consumers: list[GatherConsumer]) -> bool:
-    """Whether all matmuls read the gathered tensor as the same matrix: same shape, same dtype."""
+    """Whether all matmuls read the gathered tensor in one shape and dtype."""
     shapes = [shard_shape(c) for c in consumers]
     return len({tools.dtype(c.operand_node) for c in consumers}) == 1 and all(
         same_size(a, b) for other in shapes[1:] for a, b in zip(shapes[0], other, strict=True)
@@ -126,6 +125,6 @@ def _one_shape(consumers: list[GatherConsumer]) -> bool:
 
 
 def shard_shape(consumer: GatherConsumer) -> list[Any]:
-    """The sizes ``[rows, width]`` of a shard as the matmul reads it: the gathered dim comes first."""
+    """``[rows, width]`` of a shard as the matmul reads it, with the gathered dim first."""
     width = tools.shape(consumer.operand_node)[1 if consumer.role == "M" else 0]
     return [consumer.sharded.outer * consumer.sharded.chunk, width]

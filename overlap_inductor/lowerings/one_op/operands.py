@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring operands into the layout that the Triton matmuls need, and refuse operands that a kernel would read wrongly.
-
-An operand in another layout is copied. This module does not import Triton.
-"""
+"""Bring operands into the layout that the Triton matmuls need (by a copy), or refuse them. This module does not import
+Triton."""
 
 from __future__ import annotations
 
@@ -12,27 +10,27 @@ from overlap_inductor.errors import UnsupportedError
 
 
 def left_operand(a: torch.Tensor) -> torch.Tensor:
-    """``a``, contiguous and aligned to 16 bytes. It is copied if necessary."""
+    """``a``, contiguous and aligned to 16 bytes; copied if necessary."""
     a = a.contiguous()
     return a if a.data_ptr() % 16 == 0 else a.clone()
 
 
 def right_operand(b: torch.Tensor) -> torch.Tensor:
-    """``b [K, N]``, aligned to 16 bytes, in a layout that ``right_operand_fits`` accepts. It is copied if necessary. A
-    copy fits only if ``N`` is a multiple of 8; otherwise ``check_operands`` refuses it."""
+    """``b [K, N]``, aligned to 16 bytes, in a layout that ``right_operand_fits`` accepts; copied if necessary. A copy
+    fits only if ``N`` is a multiple of 8."""
     if not right_operand_fits(b):
         return b.contiguous()
     return b if b.data_ptr() % 16 == 0 else b.clone()
 
 
 def bias_row(bias: torch.Tensor | None, columns: int) -> torch.Tensor | None:
-    """``bias [columns]`` or ``bias [1]`` as a contiguous row of ``columns`` elements; ``None`` if there is no bias."""
+    """``bias [columns]`` or ``bias [1]`` as a contiguous row of ``columns`` elements."""
     return None if bias is None else bias.expand(columns).contiguous()
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raises ``UnsupportedError`` if no Triton matmul of this project can compute ``a [M, K] @ b [K, N] + bias [N]``
-    with these dtypes, sizes and layouts."""
+    """Raises ``UnsupportedError`` if no Triton matmul of this project can compute ``a [M, K] @ b [K, N] + bias
+    [N]``."""
     reason = why_not(a.dtype, a.shape[1], b.shape[1])
     if reason is not None or b.dtype != a.dtype:
         raise UnsupportedError(reason or f"the operands of a matmul are {a.dtype} and {b.dtype}; expected one dtype")
@@ -69,7 +67,6 @@ def lies_transposed(b: torch.Tensor) -> bool:
 
 
 def right_operand_fits(b: torch.Tensor) -> bool:
-    """Whether ``b [K, N]`` or its transpose has contiguous rows whose stride is a multiple of 16 bytes. Elements have
-    two bytes."""
+    """Whether ``b [K, N]`` (16-bit) or its transpose has contiguous rows whose stride is a multiple of 16 bytes."""
     (down, across), (rows, columns) = b.stride(), b.shape
     return (down == 1 and across >= rows and across % 8 == 0) or (across == 1 and down >= columns and down % 8 == 0)

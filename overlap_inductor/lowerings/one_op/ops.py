@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define ops that run a whole site inside one op. All schedules that define their ops here share one schema for each
-pattern.
+"""Define ops that run a whole site. Schedules that define their ops here share one schema for each pattern.
 
 Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next
 token last. ``settings`` is JSON text of the schedule's parameters.
@@ -9,9 +8,9 @@ An op runs the plain collective and matmul in any of these cases:
 
 - The site has no rows, or fewer rows on all ranks together than the parameter ``min_rows``.
 - The site has more rows than its workspace was planned for.
-- The group had no room for the site's workspace (``runtime.workspace`` logs that).
+- The group had no room for the site's workspace.
 
-Rows and workspace are the same on all ranks, so all ranks make the same choice.
+Rows and workspace are equal on all ranks, so all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ Optional = Sequence[torch.Tensor | None]
 
 
 class SitePlan(Protocol):
-    """The functions that a schedule's op calls in the schedule's ``parameters`` module. ``needed`` returns the
-    ``(bytes, signals)`` that a call needs in its workspace slot."""
+    """What an op calls in the schedule's ``parameters`` module. ``needed`` returns the ``(bytes, signals)`` of a call's
+    slot."""
 
     def parameters_of(self, settings: str, blocks: int, /) -> Any: ...
     def needed(
@@ -47,8 +46,7 @@ class SitePlan(Protocol):
 
 
 Gather = Callable[[torch.Tensor, Sequence[torch.Tensor], Optional, bool, Launch, Any], Tensors]
-"""``(shard, rhs, biases, gathered_used, launch, parameters) -> results``. If ``gathered_used``, the gathered tensor
-follows the results."""
+"""``(shard, rhs, biases, gathered_used, launch, parameters) -> results``, then the gathered tensor if it is used."""
 Reduce = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, Launch, Any], torch.Tensor]
 """``(pattern, lhs, rhs, bias, average, launch, parameters) -> result``."""
 
@@ -64,8 +62,8 @@ def ready(
     site: str,
     settings: str,
 ) -> tuple[Launch, Any] | None:
-    """``(launch, parameters)`` with which the site's kernels compute ``a @ b``; ``None`` if the plain collective and
-    matmul must run. The caller must launch the kernels inside the device's ``call_order``.
+    """``(launch, parameters)`` for the kernels that compute ``a @ b``; ``None`` if the plain collective and matmul must
+    run. Launch the kernels inside the device's ``call_order``.
 
     Args:
         rows: rows of a shard, rounded up.
@@ -89,8 +87,8 @@ def ready(
 
 
 def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
-    """Define op ``<schedule>_all_gather_matmul``. It returns ``([result [W*m, N] of each matmul ...], token)``. If
-    ``gathered_used``, the gathered tensor ``[W*m, K]`` follows the results in the list."""
+    """Define op ``<schedule>_all_gather_matmul``. It returns ``([result [W*m, N] of each matmul ...], token)``. With
+    ``gathered_used``, the gathered tensor ``[W*m, K]`` ends the list."""
 
     def implementation(
         chain: torch.Tensor,
@@ -133,7 +131,7 @@ def define_gather(schedule: str, plan: SitePlan, gather: Gather) -> None:
 
 def define_reductions(schedule: str, plan: SitePlan, reduce: Reduce) -> None:
     """Define ops ``<schedule>_matmul_reduce_scatter`` and ``<schedule>_matmul_all_reduce``. They return ``(result,
-    token)``. The reduce-scatter's result is ``[m, N]``. The all-reduce's result has all rows of ``lhs``."""
+    token)``. The reduce-scatter's result is ``[m, N]``; the all-reduce's has all rows of ``lhs``."""
     for pattern in ("matmul_reduce_scatter", "matmul_all_reduce"):
         _define_reduction(schedule, plan, reduce, pattern)
 

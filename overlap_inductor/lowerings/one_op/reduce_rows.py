@@ -84,8 +84,8 @@ class ReduceRows:
 
 
 def summed(nodes: ReduceNodes) -> Biases:
-    """``biases_of`` for a site that was planned as a sum of matmuls. Raises ``RuntimeError`` if the graph has
-    changed and has no such sum now."""
+    """``biases_of`` for a site that was planned as a sum of matmuls. Raises ``RuntimeError`` if the graph has changed
+    and has no such sum."""
     biases = biases_of(nodes, nodes.computed)
     if biases is None:
         raise RuntimeError(

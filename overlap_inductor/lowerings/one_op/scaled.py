@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check sites of fp8 matmuls (``_scaled_mm``), and pass their scales to the op.
+"""Check sites of fp8 matmuls (``_scaled_mm``), and pass their scales to op
+``overlap_inductor::<schedule>_scaled_<pattern>``.
 
-The op is ``overlap_inductor::<schedule>_scaled_<pattern>``, and it takes the scales as tensors. An operand has either
-one scale, or one scale for each row (left operand) or column (right operand). Row scales cover the rows of all ranks,
-in the ranks' order (``lowerings.rows``). If the op computes the transposed product, the two operands' scales are
-swapped. A matmul whose scale is computed from the gathered tensor is not overlapped (``passes.find_gather``).
+An operand has one scale, or one for each row (left operand) or column (right operand). Row scales cover the rows of all
+ranks, in the ranks' order (``lowerings.rows``). If the op computes the transposed product, the operands' scales are
+swapped.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from overlap_inductor.torch_compat import operators
 
 
 def is_scaled(site: OverlapSite) -> bool:
-    """Whether any matmul of the site is a scaled fp8 matmul."""
     return any(m.kind == "scaled_mm" for m in site.matmuls)
 
 
 def why_not(site: OverlapSite) -> str | None:
-    """Why no op of scaled matmuls can compute this site; ``None`` if one can. Rows and sizes are not checked here."""
+    """Why no op of scaled matmuls can compute this site; ``None`` if one can. Rows and sizes are checked elsewhere."""
     kinds = sorted({m.kind for m in site.matmuls})
     if len(kinds) > 1:
         return (
@@ -58,15 +57,15 @@ def why_not_right(left: torch.Tensor, right: torch.Tensor) -> str | None:
 
 
 def _matmuls(site: OverlapSite) -> list[tuple[MatmulNode, bool, ShardedDim]]:
-    """``(matmul, whether the op computes its transposed product, the dim that the ranks' shards cut)`` for each
-    matmul."""
+    """For each matmul: the matmul, whether the op computes its transposed product, the dim that the ranks' shards
+    cut."""
     nodes = site.nodes
     described = zip(nodes.matmuls, nodes.roles, nodes.sharded_dims, strict=True)
     return [(matmul, role == "N", sharded) for matmul, role, sharded in described]
 
 
 def terms(emit: StepEmitter, site: OverlapSite) -> list[tuple[Any, ...]]:
-    """The op's arguments ``(scale_a, scale_b, name of the result's dtype, use_fast_accum)`` for each matmul."""
+    """For each matmul: ``(scale_a, scale_b, name of the result's dtype, use_fast_accum)``."""
     return [_terms(emit, *matmul) for matmul in _matmuls(site)]
 
 

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """``OneOpSchedule``: a schedule that writes each site as one op, ``overlap_inductor::<schedule>_<pattern>``.
 
-Which sites such an op can compute:
+Limits of such an op:
 
-- The matrices are fp16 or bf16, and K and N are multiples of 8, so that rows are whole 16-byte words. For fp8 matmuls
-  with scales, a schedule may have an op ``<schedule>_scaled_<pattern>`` (``lowerings.one_op.scaled``).
-- The rows can be brought into the ranks' order (``lowerings.rows``).
-- The ranks' parts have equal sizes.
-- A reduction has one matmul. For a sum of several matmuls, a schedule may have an op ``<schedule>_sum_<pattern>``.
-- The matmuls do not contract the dim that is gathered or exchanged. For an all-to-all before plain matmuls that
-  contract the exchanged dim, a schedule may have an op ``<schedule>_contracted_all_to_all_matmul``.
-- A gather may have several matmuls. The op computes the matmuls that ``lowerings.one_op.form.served`` selects. The
-  other matmuls read the gathered tensor that the op returns.
+- The matrices are fp16 or bf16, with rows of whole 16-byte words (K and N are multiples of 8).
+- The rows can be brought into the ranks' order (``lowerings.rows``), and the ranks' parts have equal sizes.
+- A reduction has one matmul. A gather may have several. Those that ``form.served`` does not select read the gathered
+tensor that the op returns.
+- No matmul contracts the dim that is gathered or exchanged.
 - Only the token count may be dynamic.
 
-A schedule's parameters, workspace and further limits are in its plan module, e.g. ``lowerings.fused.parameters``.
+A schedule may have more ops, for fewer limits:
+
+- ``<schedule>_scaled_<pattern>``: fp8 matmuls with scales (``lowerings.one_op.scaled``).
+- ``<schedule>_sum_<pattern>``: a reduction of a sum of matmuls.
+- ``<schedule>_contracted_all_to_all_matmul``: plain matmuls that contract the exchanged dim.
+
+Parameters, workspace and further limits are in the schedule's plan module, e.g. ``lowerings.fused.parameters``.
 """
 
 from __future__ import annotations
@@ -63,51 +65,48 @@ WhyNot = Callable[[torch.dtype, int, int], str | None]
 
 
 class OpPlan(Protocol):
-    """The functions that a schedule's plan module must have. They plan the schedule's op without using a GPU."""
+    """What a schedule's plan module must have. No function uses a GPU."""
 
     def why_not(self, dtype: torch.dtype, inner: int, columns: int) -> str | None:
         """Why the op cannot compute ``a [rows, inner] @ b [inner, columns]``; ``None`` if it can."""
         ...
 
     def transports_of(self, pattern: str) -> tuple[str, ...]:
-        """Names of the transports that the user may choose to move a pattern's bytes."""
+        """The transports that the user may choose for ``pattern``."""
         ...
 
     def automatic(self, pattern: str) -> tuple[str, ...]:
-        """Names of the transports from which the op chooses at each call if the user chose none."""
+        """The transports from which the op chooses at each call if the user chose none."""
         ...
 
     def settings_for(self, pattern: str, transport: str) -> dict[str, Any]:
-        """The op's settings for the plan. ``transport``: the user's choice, or ``auto``."""
+        """The op's settings for the plan. ``transport``: as in ``OVERLAP_INDUCTOR_TRANSPORT``."""
         ...
 
     def parameters_of(self, settings: str, blocks: int) -> Any:
-        """The op's parameters. ``settings``: a plan's settings as JSON text. ``blocks``: the device's number of SMs."""
+        """The op's parameters. ``settings``: a plan's settings as JSON text. ``blocks``: SMs of the device."""
         ...
 
 
 @dataclass(frozen=True)
 class OneOpSchedule:
-    """See ``SiteSchedule``.
+    """See ``SiteSchedule``, also for attributes that are not listed here.
 
     Attributes:
         plan: the schedule's plan module.
         cost: estimated seconds of a site of these sizes.
-        pays: whether a site of these sizes is estimated to be faster with this schedule than with ``keep``, by the
-            margin that the schedule demands.
-        reach: why these ranks cannot run the schedule on this device; ``None`` if they can. The answer is the same on
-            all ranks.
-        dynamic: whether the token count may be symbolic at compile time.
-        needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)``
-            that a call needs in its workspace slot; ``None`` if the schedule needs no workspace.
+        pays: whether the schedule is estimated to be enough faster than ``keep``.
+        reach: why these ranks cannot run the schedule on this device; ``None`` if they can. Equal on all ranks.
+        dynamic: True if the token count may be symbolic at compile time.
+        needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)`` of
+            a call's workspace slot; ``None`` if the schedule needs no workspace.
         why_not_scaled: as ``plan.why_not``, for fp8 with scales; ``None`` if the schedule has no ops for fp8.
-        only_plain: patterns for which the schedule has no op for fp8 although it has such ops for other patterns.
-        replays: whether a repeated call may be launched as one CUDA graph (``runtime.replay``).
-        sums: whether the schedule has ops for a reduction of a sum of plain matmuls.
-        contracts: for the schedule's op ``<schedule>_contracted_all_to_all_matmul``: the number of elements of each
-            rank's slice of the contracted dim must be a multiple of this number. 0 if there is no such op.
+        only_plain: patterns for which the schedule has no op for fp8.
+        replays: a repeated call may be launched as one CUDA graph (``runtime.replay``).
+        sums: the schedule has ops for a reduction of a sum of plain matmuls.
+        contracts: each rank's slice of a contracted dim must be a multiple of this many elements. 0: no op for
+            contracted dims.
         parameters: the dataclass of the op's parameters. The settings may set its fields.
-        name, called, noun, patterns, ops, called_by_others: see ``SiteSchedule``.
     """
 
     name: str
@@ -170,7 +169,7 @@ class OneOpSchedule:
         return None
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Does nothing: each call is one node, so the graph's budget of nodes does not matter."""
+        """Does nothing: each call is one node."""
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         if site.nodes.uneven_rows():
@@ -219,7 +218,6 @@ class OneOpSchedule:
         return self.why_not_between(facts.collective.ranks, source.device)
 
     def _why_no_scaled(self, pattern: str) -> str | None:
-        """Why the schedule has no op of ``pattern`` for fp8 with scales; ``None`` if it has one."""
         if self.why_not_scaled is None:
             return f"no {self.noun} multiplies fp8 with scales"
         if pattern in self.only_plain:
@@ -230,19 +228,17 @@ class OneOpSchedule:
         return self.pieces(site, config, 0)
 
     def settings_for(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        """The op's settings. Ranks compare the settings, because what a rank sends depends on them. So the settings
-        must not depend on sizes that may differ between ranks."""
+        """The op's settings. Ranks compare them, so they must not depend on sizes that may differ between ranks."""
         return self.plan.settings_for(site.facts.pattern, config.transport)
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
-        """The plan that runs the op from ``min_rows`` tokens on. If the token count is dynamic, the op runs only up to
-        ``config.max_tokens`` tokens, because its workspace is planned for that many tokens. Other token counts run
-        ``keep``."""
+        """The plan that runs the op from ``min_rows`` tokens on. With a dynamic token count, the op's workspace is
+        planned for ``config.max_tokens`` tokens. Other token counts run ``keep``."""
         own = served(site)
         settings = self.settings_for(site, config) | ({"min_rows": min_rows} if min_rows else {})
         if config.replay == "off" and self.replays:
             settings["replays"] = False
-        # If there are several transports, the op chooses one at each call, by the bytes that move. The plan names all.
+        # The op chooses one at each call, by the bytes that move.
         automatic = self.plan.automatic(site.facts.pattern)
         transport = " or ".join(automatic) if config.transport == "auto" else config.transport
         parameters: dict[str, Any] = {"settings": json.dumps(settings, sort_keys=True)}
@@ -268,8 +264,8 @@ class OneOpSchedule:
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         machine, own = machine_of(site, config), served(site)
         if isinstance(own.nodes.tokens, int):
-            # A call is replayed only if its tensors have the same addresses as in an earlier call. With a dynamic token
-            # count, the addresses change. So the estimate assumes replay only for a static count.
+            # Only calls whose tensors have the addresses of an earlier call are replayed. With a dynamic token count,
+            # addresses change.
             sizes = replace(sizes_at(own), replays=self.replays and config.replay == "on" and not symmetric.one_queue())
             return self.forced(site, config) if self.pays(sizes, machine) else None
         example = max(hint(own.nodes.tokens), 1)
@@ -307,7 +303,7 @@ class OneOpSchedule:
     def written(
         self, emit: StepEmitter, site: OverlapSite, name: str, scales: list[tuple[Any, ...]], *own: Any
     ) -> tuple[fx.Node, Replaced]:
-        """Write the site as op ``<schedule>_<name>``, or as op ``<schedule>_sum_<name>`` if it has a sum of matmuls.
+        """Write the site as op ``<schedule>_<name>``, or ``<schedule>_sum_<name>`` for a sum of matmuls.
 
         Args:
             scales: the scale arguments of each matmul (``scaled.terms``); empty for plain matmuls.

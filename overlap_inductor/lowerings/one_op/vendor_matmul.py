@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute a matmul in runs of rows with the vendor's library: each call multiplies some rows of the left operand and
-writes the same rows of the result."""
+"""Matmuls in runs of rows with the vendor's library: each call multiplies some rows of the left operand and writes the
+same rows of the result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of a matmul of fp8 matrices (``_scaled_mm``).
+    """The scales of an fp8 matmul (``_scaled_mm``).
 
     Attributes:
-        a, b: fp32 scales of the left and the right operand. Either both have one element. Or ``a [all rows, 1]`` has
-            one element for each row of the left operand, and ``b [1, N]`` has one for each column of the right operand.
+        a, b: fp32. One element each, or ``a [all rows, 1]`` for the left operand's rows and ``b [1, N]`` for the right
+            operand's columns.
         dtype: the result's dtype.
-        fast: ``use_fast_accum``: whether the sum over K may be accumulated with less precision.
+        fast: ``use_fast_accum``: the sum over K may be less precise.
     """
 
     a: torch.Tensor
@@ -35,7 +35,7 @@ class VendorMatmul:
     Attributes:
         b: ``[K, N]`` in any layout that the library reads.
         bias: ``[N]`` or ``[1]``.
-        scales: if they are given, ``rows`` and ``b`` are fp8.
+        scales: if given, ``rows`` and ``b`` are fp8.
         added: ``(left operand [all rows, K_i], right operand [K_i, N])`` of each further product; empty with scales.
     """
 
@@ -52,7 +52,6 @@ class VendorMatmul:
 
     @property
     def columns(self) -> int:
-        """Columns of ``out`` in a call."""
         return self.b.shape[1]
 
     @property
@@ -62,21 +61,20 @@ class VendorMatmul:
 
     @property
     def fast(self) -> bool:
-        """``Scales.fast``; ``False`` without scales."""
         return self.scales is not None and self.scales.fast
 
     def dtype(self, a: torch.Tensor) -> torch.dtype:
-        """The result's dtype for a left operand ``a``."""
+        """The result's dtype."""
         return a.dtype if self.scales is None else self.scales.dtype
 
     def __call__(self, rows: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-        """Write ``rows @ b + bias`` plus the products in ``added`` to ``out[start:stop]``. ``rows [stop - start, K]``
-        are rows ``start`` to ``stop - 1`` of the left operand. ``out`` is ``[all rows, N]``."""
+        """Write to ``out[start:stop]``. ``rows [stop - start, K]`` are rows ``start`` to ``stop - 1`` of the left
+        operand. ``out`` is ``[all rows, N]``."""
         if self.scales is not None:
             scale = self.scales.a
             if scale.numel() > 1:
                 scale = scale[start:stop]
-                # The slice may start at any row. The library reads only scales whose address is a multiple of 16.
+                # The library reads only scales whose address is a multiple of 16.
                 scale = scale if scale.data_ptr() % 16 == 0 else scale.clone()
             aten._scaled_mm.out(
                 rows,
@@ -99,9 +97,9 @@ class VendorMatmul:
 
 @dataclass(frozen=True)
 class SlicedMatmul(VendorMatmul):
-    """Computes ``a @ b + bias`` in slices of columns, one slice for each rank. In ``out``, the slices are one below the
-    other. With ``a [m, K]`` and ``count`` ranks, slice ``r`` of the columns is in rows ``r * m`` to ``(r + 1) * m - 1``
-    of ``out``. A sliced matmul has neither scales nor added products."""
+    """Computes ``a @ b + bias`` in slices of columns, one for each rank. In ``out``, the slices are one below the
+    other: for ``a [m, K]``, slice ``r`` is in rows ``r * m`` to ``(r + 1) * m - 1``. There are no scales or added
+    products."""
 
     count: int = 1
 

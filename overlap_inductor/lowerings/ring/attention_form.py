@@ -19,8 +19,8 @@ from overlap_inductor.transports import routes
 
 
 class AttentionRing:
-    """See ``form.RingForm``. Shards of keys and values travel round the ring. A rank attends to a shard when the
-    shard arrives."""
+    """See ``form.RingForm``. Shards of keys and values travel round the ring. A rank attends to a shard when it
+    arrives."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         return {"sub_chunks": 1, "route": "ring" if config.ring_direction == "unidirectional" else "bidirectional"}
@@ -29,8 +29,8 @@ class AttentionRing:
         return {"K": site.facts.collective.world_size}
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
-        """Counts for each shard: two slices with a view each, attention and its two results, and the nodes that write a
-        mask or merge the results. The ops of the hops are counted, too."""
+        """For each shard: two slices with a view each, attention and its two results, nodes for masks and merging. Also
+        the ops of the hops."""
         world_size, attention = site.facts.collective.world_size, nodes_of(site, AttentionNodes).attention
         hiding = 8 if attention.is_causal else 4 if attention.hides_keys else 0
         return 8 + 2 * routes.hop_count(route, world_size, parts) + world_size * (16 + hiding)

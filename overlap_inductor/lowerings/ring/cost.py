@@ -13,16 +13,18 @@ from overlap_inductor.facts.cost_model import written_seconds
 from overlap_inductor.facts.machine import Machine
 
 TOLERANCE = 1.05
-"""Among the rings whose estimated time is at most this many times the fastest ring's, the one with the fewest
-sub-chunks is chosen. The reason is that each sub-chunk adds nodes that Inductor must compile."""
+"""A ring may take this many times the fastest ring's time if it has fewer sub-chunks. Each sub-chunk adds nodes that
+Inductor must compile."""
 
 
 def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
-    """Estimated seconds of a ring that cuts each shard into ``parts`` sub-chunks.
+    """Estimated seconds of a ring that cuts each shard into ``parts`` sub-chunks: the sum of
 
-    They are the sum of three terms. The first is the longer of matmul and transfer. The second is one piece of the
-    shorter of the two: this piece stays exposed. The third is a fixed cost for each step. Each piece of a grouped
-    matmul reads the experts' weights again, so the matmul takes at least the time of all these reads.
+    - the longer of matmul and transfer;
+    - one piece of the shorter of them, which stays exposed;
+    - a fixed cost for each step.
+
+    Each piece of a grouped matmul reads the experts' weights again. The matmul takes at least the time of these reads.
     """
     read = sizes.world_size * parts * sizes.weights / machine.memory_bytes
     matmul = max(matmul_seconds(sizes, machine) / machine.overlapped_efficiency, read)
@@ -33,11 +35,10 @@ def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN) -> bool:
-    """Whether the ring is estimated to be faster than ``keep`` by at least the factor ``margin``, and to hide at least
-    the time that its steps cost.
+    """Whether two estimates hold: the ring is faster than ``keep`` by the factor ``margin``, and hides at least what
+    its steps cost.
 
-    The second condition protects the host, which must launch every step. A tiny collective may be estimated to take
-    longer than the ring's steps. The first condition alone would then accept a ring that hides almost nothing.
+    The second condition protects the host, which launches every step, from rings of tiny collectives.
     """
     matmul, wire = matmul_seconds(sizes, machine), sizes.legs * sizes.bytes_sent / machine.link_bytes
     if min(matmul, wire) < sizes.legs * (sizes.world_size - 1) * parts * machine.step_seconds:
@@ -47,9 +48,8 @@ def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN)
 
 
 def fewest_parts(sizes: SiteSizes, machine: Machine, limit: int) -> int:
-    """The smallest number of sub-chunks of a shard with which the ring pays and is estimated to be about as fast as the
-    fastest ring (``TOLERANCE``). The numbers ``halved(limit)`` are compared. Returns ``limit`` if the ring does not pay
-    with ``limit`` sub-chunks."""
+    """The smallest of ``halved(limit)`` with which the ring pays and is about as fast as possible (``TOLERANCE``). If
+    the ring does not pay with ``limit``, returns ``limit``."""
     if not pays(sizes, machine, limit):
         return limit
     return fewest({n: seconds(sizes, machine, n) for n in halved(limit) if pays(sizes, machine, n)})
@@ -61,5 +61,5 @@ def halved(limit: int) -> list[int]:
 
 
 def fewest(estimates: Mapping[int, float]) -> int:
-    """The smallest key whose estimate, in seconds, is at most ``TOLERANCE`` times the smallest estimate."""
+    """The smallest key whose estimate is at most ``TOLERANCE`` times the smallest estimate."""
     return min(n for n, estimate in estimates.items() if estimate <= TOLERANCE * min(estimates.values()))

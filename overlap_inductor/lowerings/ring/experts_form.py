@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ring writes the two exchanges of experts and what is between them (``form.RingForm``).
-
-The graph before and after::
+"""How the ring writes the two exchanges of experts and what is between them (``form.RingForm``)::
 
     x = wait_tensor(all_to_all(rows))[index]           ->  buffer, results, [x, ...] = all_to_all_experts(rows, ...)
     y = wait_tensor(all_to_all(index_put(experts(x))))     exchange_wait(buffer, [results]);  y = buffer
 
-What does not depend on ``y``, for example gradients of weights, can run between the op and the wait
+Work that does not need ``y``, for example gradients of weights, can run between op and wait
 (``passes.delayed_matmuls``).
 """
 
@@ -29,8 +27,8 @@ overlap = torch.ops.overlap_inductor
 
 
 class ExpertsRing(UnevenRing):
-    """See ``form.RingForm``. The rank's own rows are computed first. The rows of every other rank are computed when
-    they arrive. Each piece is returned as soon as it is computed."""
+    """See ``form.RingForm``. The rank's own rows are computed first, the others when they arrive. Each piece is
+    returned as soon as it is computed."""
 
     def loopable(self, site: OverlapSite) -> bool:
         return True

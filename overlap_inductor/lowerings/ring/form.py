@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``RingForm``: the interface through which the ring cuts and writes a site.
-
-There is one implementation for each kind of site nodes (``FORMS``). A form cuts a site into pieces and writes
-its steps, unrolled into the graph or as one looping op::
+"""``RingForm``: the interface through which the ring cuts and writes a kind of site (``FORMS``), in one of two ways::
 
     unrolled    for each piece: an op that waits for and starts transfers, and the mm of the piece
     looping     overlap_inductor::<pattern>(chain, shard, ...)       one op, which loops over the pieces
+
+``parts``: sub-chunks of a shard. ``route``: the route of shards or partial sums (``transports.routes``).
 """
 
 from __future__ import annotations
@@ -48,19 +47,16 @@ from overlap_inductor.sites.uneven_nodes import UnevenSentNodes
 
 class RingForm(Protocol):
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        """The plan's parameters. ``sub_chunks``: the number of parts of each shard. ``route``: the route of shards or
-        partial sums (``transports.routes``)."""
+        """The plan's parameters: ``sub_chunks`` (``parts``) and ``route``."""
         ...
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
-        """``{role: pieces}``: into how many pieces each cut dim of matmul ``index`` is cut. ``parts``: sub-chunks of a
-        shard."""
+        """``{role: pieces}``: into how many pieces each cut dim of matmul ``index`` is cut."""
         ...
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int | None:
         """Estimated number of FX nodes that the unrolled steps add; ``None`` if only a looping op can compute the site.
-        The number of pointwise ops may differ between ranks, so it is rounded down to a multiple of 8 (see
-        ``schedule.fit_budget``)."""
+        Pointwise ops are counted in multiples of 8 (``schedule.fit_budget``)."""
         ...
 
     def loopable(self, site: OverlapSite) -> bool:
@@ -68,7 +64,7 @@ class RingForm(Protocol):
         ...
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        """Whether a looping op computes this site and can run the plain collective when there are few tokens."""
+        """Whether a looping op computes this site and can run the plain collective for few tokens."""
         ...
 
     def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
@@ -78,12 +74,11 @@ class RingForm(Protocol):
     def looping(
         self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
     ) -> tuple[fx.Node, Replaced]:
-        """Write the site as one looping op. Returns what ``SiteSchedule.rewrite`` returns. ``floor``: below this token
-        count, the op runs the plain collective instead of the ring."""
+        """Write the site as one looping op. Below ``floor`` tokens, it runs the plain collective."""
         ...
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """``ExchangeTerms.cut`` for shards of ``parts`` sub-chunks. ``unrolled``: whether the steps are unrolled."""
+        """``ExchangeTerms.cut``."""
         ...
 
 

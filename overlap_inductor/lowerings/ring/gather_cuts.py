@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a shard of a gathered tensor can be cut into sub-chunks, and which dim of a matmul the sub-chunks then cut."""
+"""Where a gathered tensor's shard can be cut into sub-chunks, and which dim of a matmul they cut."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from overlap_inductor.sites.layouts import Size
 
 
 def leading_atom(nodes: GatherNodes) -> Atom | None:
-    """The outermost dim of a shard in memory. Sub-chunks are cut along it, so that each is contiguous."""
+    """The outermost dim of a shard in memory. Sub-chunks are cut along it, so they are contiguous."""
     atoms = [a for a in nodes.raw.flat() if not a.rank]
     return atoms[0] if atoms else None
 
 
 def can_cut(nodes: GatherNodes) -> bool:
-    """Whether a sub-chunk of the shard is a rectangular block of every consumer's operand, and of every tensor from
-    which the operand is computed."""
+    """Whether a sub-chunk is a rectangular block of every operand, and of every tensor from which an operand is
+    computed."""
     lead = leading_atom(nodes)
     return (
         lead is not None
@@ -28,13 +28,13 @@ def can_cut(nodes: GatherNodes) -> bool:
 
 
 def axis_of(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
-    """The place of the cut atom ``lead`` in the operand: ``(chunk | outer | cross, dim, rows that one index of the atom
-    spans)``, as in ``row_pieces.position``. ``None`` if the operand cannot be cut along ``lead``."""
+    """The place of ``lead`` in the operand: ``(chunk | outer | cross, dim, rows that one index of the atom spans)``, as
+    in ``row_pieces.position``. ``None`` if the operand cannot be cut there."""
     for dim, atoms in enumerate(consumer.layout.refined().dims):
         if any(a is lead for a in atoms):
             found = row_pieces.position(atoms, lead)
-            # A cut along a contracted dim that is not gathered would give partial sums, but each piece of the result
-            # must be complete. If a shard has one row, ``lead`` is the shard's width, and so lies in such a dim.
+            # Pieces of the result must be complete. A cut through a contracted dim that is not gathered would give
+            # partial sums.
             if found is None or found[0] == "cross" and consumer.matmul.role(consumer.operand, dim) == "K":
                 return None
             return found[0], dim, found[1]

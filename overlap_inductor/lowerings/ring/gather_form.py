@@ -25,7 +25,7 @@ from overlap_inductor.transports import routes
 
 
 class GatherRing:
-    """See ``form.RingForm``. Shards travel round the ring. A rank multiplies a shard when the shard arrives."""
+    """See ``form.RingForm``. Shards travel round the ring. A rank multiplies a shard when it arrives."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         nodes = nodes_of(site, GatherNodes)
@@ -64,8 +64,7 @@ class GatherRing:
         return looped_gather.rewrite(emit, nodes_of(site, GatherNodes), parts, floor, route)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """``ExchangeTerms.cut``: the size of the dim of a shard that sub-chunks cut; ``None`` if there is one
-        sub-chunk."""
+        """The size of the dim of a shard that sub-chunks cut; ``None`` if there is one sub-chunk."""
         nodes = nodes_of(site, GatherNodes)
         if parts == 1:
             return None
@@ -76,15 +75,14 @@ class GatherRing:
 
 
 def _nodes_a_piece(consumer: GatherConsumer) -> int:
-    """Estimated number of nodes for the matmul of one piece: the matmul and one or two views. If the gathered dim is
-    contracted, more nodes cut the other operand, widen a sum that is narrower than fp32, and zero the padding of
-    short shards."""
+    """Estimated number of nodes of a piece's matmul and its views. If the gathered dim is contracted, more nodes cut
+    the other operand, widen sums and zero the padding of short shards."""
     narrow = consumer.role == "K" and tools.dtype(consumer.matmul.node).itemsize < 4
     short = consumer.role == "K" and consumer.sharded.short
     return {"M": 2, "N": 3, "K": 4, "B": 3}[consumer.role] + (2 if narrow else 0) + (3 if short else 0)
 
 
 def in_eights(nodes: Iterable[fx.Node]) -> int:
-    """The number of pointwise ops among ``nodes``, rounded down to a multiple of 8. A bias, a cast or padding may exist
-    on one rank only. Rounding makes it unlikely that such an op changes which sites a rank unrolls or refuses."""
+    """The number of pointwise ops among ``nodes``, rounded down to a multiple of 8. One rank may have a bias, a cast or
+    padding that others lack. Rounding rarely lets this change what is unrolled."""
     return sum(tools.is_pointwise(n) and n.target not in tools.SAME for n in nodes) // 8 * 8

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the matmuls that read a gathered tensor, and the epilogue after them, for one piece of the tensor at a time.
+"""Write the matmuls that read a gathered tensor, and their epilogue, for one piece of the tensor at a time.
 
-Contract: nodes are written at the emitter's insertion point. Pieces may come in any order, but this rank's own shard
-comes first, as a whole. On rank r, for the shard of rank ``r + shift`` or a part of it::
+Contract: this rank's own shard comes first, as a whole. The other pieces may come in any order. For the shard of rank
+``r + shift``, or a part of it::
 
     operand = f(piece)                       # the nodes between the collective and the matmul
     y[r + shift][part] = operand @ w         # B, M or N gathered: ``assemble`` joins the pieces of y
@@ -36,8 +36,8 @@ overlap = torch.ops.overlap_inductor
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a consumer's output, computed from the shard of rank ``r + shift``. Its place is ``block`` along the
-    gathered dim, and ``cross_start`` along the crossing dim (``Consumer``)."""
+    """A part of a consumer's output, from the shard of rank ``r + shift``. Its place: ``block`` along the gathered dim,
+    ``cross_start`` along the crossing dim (``Consumer``)."""
 
     node: fx.Node
     shift: int
@@ -46,10 +46,8 @@ class Piece:
 
 
 class Consumer:
-    """Multiplies one consumer's pieces and joins their results.
-
-    If sub-chunks cut a dim of the operand that is not the gathered one, that dim is the *crossing dim*.
-    """
+    """Multiplies one consumer's pieces. If sub-chunks cut a dim of the operand other than the gathered one, that dim is
+    the *crossing dim*."""
 
     def __init__(self, emit: StepEmitter, consumer: GatherConsumer, lead: Atom | None) -> None:
         self.emit, self.consumer = emit, consumer
@@ -60,8 +58,8 @@ class Consumer:
         self.bands: dict[int, tuple[Size, Size]] = {}
 
     def block(self, start: Size, length: Size) -> tuple[Block, Size, Size | None]:
-        """The place of a sub-chunk: ``(block along the gathered dim, start in the crossing dim, length there)``. The
-        length is ``None`` if there is no crossing dim."""
+        """``(block along the gathered dim, start in the crossing dim, length there)`` of a sub-chunk. The length is
+        ``None`` without a crossing dim."""
         whole = Block.whole(self.consumer.sharded)
         if self.axis is None:
             return whole, 0, None
@@ -100,8 +98,8 @@ class Consumer:
             annotate_new(emit, piece)
             self.pieces.append(Piece(piece, shift, block, cross_start))
             return
-        # The own slice is multiplied as a whole, into total -1. If there is a crossing dim, sub-chunk ``part`` of every
-        # other slice is added to total ``part``. This total starts as the same part of total -1.
+        # Total -1 is the product of the whole own slice. With a crossing dim, total ``part`` starts as that part of
+        # total -1. Sub-chunk ``part`` of every other slice is added to it.
         band = part if cross_length is not None and part is not None else -1
         total = self.totals.get(band)
         if total is None and band >= 0 and -1 in self.totals:
@@ -112,8 +110,7 @@ class Consumer:
         self.totals[band] = node
 
     def _whole(self, x: fx.Node, dim: int) -> fx.Node:
-        """``x`` with rows of zeros in place of the rows that the last shards lack. Dim ``dim`` of ``x`` is indexed like
-        the gathered dim."""
+        """``x`` with zeros for the rows that the last shards lack. ``dim`` is indexed like the gathered dim."""
         if x not in self.whole:
             self.whole[x] = self.emit.whole_chunks(x, dim, self.consumer.sharded)
         return self.whole[x]
@@ -122,8 +119,7 @@ class Consumer:
         return self._sum() if self.consumer.role == "K" else self.assemble(self.pieces)
 
     def assemble(self, pieces: list[Piece]) -> fx.Node:
-        """Join ``pieces`` of the matmul's output, or of an output of its epilogue. The result has the shape of the
-        matmul's output."""
+        """Join pieces of an output of the matmul or of its epilogue, to the shape of the matmul's output."""
         matmul, emit = self.consumer.matmul, self.emit
         out_dim = matmul.output_dim(self.consumer.role)
         sharded = self.consumer.sharded
@@ -172,7 +168,7 @@ class Consumer:
 
 
 class EpiloguePieces:
-    """Computes the epilogue on the newest piece of each of its matmuls, and joins the pieces of each output."""
+    """Computes the epilogue on the newest piece of each matmul, and joins the pieces of each output."""
 
     def __init__(self, emit: StepEmitter, epilogue: Epilogue, consumers: list[Consumer]) -> None:
         self.emit, self.epilogue = emit, epilogue
@@ -201,22 +197,21 @@ class EpiloguePieces:
     def finish(self) -> dict[fx.Node, fx.Node]:
         results = {}
         for node, pieces in self.pieces.items():
-            # All matmuls have the output's rows. So the pieces are placed like the pieces of a matmul that has the
-            # output's width.
+            # A matmul of the output's width places the pieces.
             width = tools.shape(node)[-1]
             consumer = next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
             whole = consumer.assemble(pieces)
             for last in self.newest:
-                # A piece lies in the memory of its assembled output, and may be read to compute a piece of another
-                # output. This memory may be freed after the last reader of the assembled output. So all its readers run
-                # after the newest pieces of all outputs.
+                # A piece lies in the memory of its assembled output, which may be freed after that output's last
+                # reader. But the piece may also be read for another output. So readers of an assembled output wait for
+                # the newest pieces of all outputs.
                 whole = whole if last is pieces[-1].node else self.emit.call(overlap.after.default, whole, last)
             results[node] = self.emit.reshape(whole, tools.shape(node))
         return results
 
 
 def annotate_new(emit: StepEmitter, node: fx.Node) -> None:
-    """Annotate nodes that ``matmuls`` wrote into the graph without the emitter, operands first."""
+    """Annotate nodes that ``matmuls`` wrote without the emitter, operands first."""
     for source in node.all_input_nodes:
         if "val" not in source.meta:
             annotate_new(emit, source)
@@ -226,9 +221,8 @@ def annotate_new(emit: StepEmitter, node: fx.Node) -> None:
 def evaluate(
     emit: StepEmitter, nodes: GatherNodes, node: fx.Node, piece: fx.Node, done: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Compute ``node`` from one slice ``piece`` in the collective's own layout. ``node`` stands between the gather and
-    an operand. Pointwise ops are copied, and views are skipped. Any other node is returned as it is. ``done`` holds the
-    results so far."""
+    """Compute ``node``, which stands between the gather and an operand, from one slice ``piece`` in the collective's
+    layout. Pointwise ops are copied, views skipped, other nodes returned as they are. ``done``: the results so far."""
     if node is nodes.collective.wait:
         return piece
     if node not in done:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a piece of a ``sites.grouped.GroupedMatmul``, that is, some of its rows: its steps for these rows only.
+"""Write a piece of a ``sites.grouped.GroupedMatmul``: its steps for some of its rows only.
 
-A row's place is its position in the experts' order. The places of the piece's rows are sorted. This puts the piece's
-rows into the experts' order. Place ``p`` belongs to the first expert whose end is larger than ``p``. So an expert's end
-in the piece is the number of the piece's places that are smaller than the expert's end in ``ends``::
+A row's place is its position in the experts' order. Expert e's places end at ``ends[e]``::
 
-    ordered = sort(places[rows])
-    ends'   = searchsorted(ordered, ends)
+    ordered = sort(places[rows])                              # the piece's rows in the experts' order
+    ends'   = searchsorted(ordered, ends)                     # where each expert's rows end in the piece
     h       = activation(_grouped_mm(x[tokens[ordered]], w0, ends'))
     y       = _grouped_mm(h, w1, ends')
     out     = pointwise(y, shares[ordered], ...)[searchsorted(ordered, places[rows])]
@@ -41,8 +39,8 @@ NODES = 10
 
 @dataclass(frozen=True)
 class _Shared:
-    """What all pieces read. ``places`` and ``ends`` are those of ``sites.grouped``; both have the same dtype.
-    ``weights``: for the right operand of each grouped matmul, the node that the pieces read instead."""
+    """What all pieces read. ``places`` and ``ends`` (``sites.grouped``) have the same dtype. ``weights``: what the
+    pieces read instead of each grouped matmul's right operand."""
 
     places: fx.Node
     ends: fx.Node
@@ -50,7 +48,7 @@ class _Shared:
 
 
 class GroupedRows:
-    """Writes pieces of one grouped matmul. Nodes that all pieces share are written with the first piece."""
+    """Writes pieces of one grouped matmul. The first piece writes the nodes that all pieces share."""
 
     def __init__(self, emit: StepEmitter, matmul: GroupedMatmul) -> None:
         self.emit, self.matmul = emit, matmul
@@ -67,14 +65,13 @@ class GroupedRows:
         ends = emit.call(torch.ops.prims.convert_element_type.default, matmul.ends, tools.dtype(places))
         weights = {}
         for rhs in (n.args[1] for n in self._steps if is_grouped(n)):
-            # Without this edge, Inductor may compute the weights again for each piece, for example a cast of all
-            # weights.
+            # Without this edge, Inductor may compute the weights (a cast, for example) again for each piece.
             weights[rhs] = emit.call(overlap.after.default, rhs, emit.chain) if _is_computed(rhs) else rhs
         return _Shared(places, ends, weights)
 
     def piece(self, cut: matmuls.Slicer, dim: int, after: fx.Node | None) -> fx.Node:
-        """The rows that ``cut`` takes along dim ``dim`` of the result. ``after``: the token of the last send; the
-        steps of the piece are ordered after it."""
+        """The rows that ``cut`` takes along dim ``dim`` of the result. They are computed after ``after``, the token of
+        the last send."""
         emit, matmul, shared = self.emit, self.matmul, self._shared
         mine = cut(shared.places, dim)
         flat = emit.reshape(mine, [tools.numel(tools.shape(mine))])
@@ -98,8 +95,8 @@ class GroupedRows:
     def _rows_read(
         self, node: fx.Node, done: dict[fx.Node, fx.Node], ordered: fx.Node, known: Container[fx.Node]
     ) -> dict[fx.Node, fx.Node]:
-        """``{tensor: its rows at the places ordered}`` for each tensor that ``node`` reads row by row. Tensors in
-        ``known`` are left out. The rows of a step are in ``done`` already; other rows are added to ``done``."""
+        """``{tensor: its rows at the places ordered}`` for each tensor that ``node`` reads row by row, except
+        ``known``. New rows are added to ``done``."""
         found = {}
         for source in (n for n in node.all_input_nodes if n not in known):
             if source not in done and tools.is_tensor(source) and cut_by_rows(source, self._row_count):
@@ -113,8 +110,8 @@ class GroupedRows:
         return tools.shape(self.matmul.index.args[0])[0]
 
     def _computed_once(self, node: fx.Node) -> fx.Node:
-        """``node``. If it is a vector or one column, it is written to memory once. Without this, each piece might
-        compute all of it again, for example the softmax of the router."""
+        """``node``. A vector or one column (for example the router's softmax) is written to memory once. Otherwise each
+        piece might compute all of it again."""
         shape = tools.shape(node)
         if len(shape) > 1 and not same_size(shape[1], 1):
             return node
@@ -124,7 +121,7 @@ class GroupedRows:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """False if ``node`` is an input or a constant of the graph, or a view of one; else true."""
+    """Whether ``node`` is computed: neither an input or constant of the graph, nor a view of one."""
     while True:
         piece = piece_of(node)
         if piece is not None:
@@ -136,7 +133,7 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
-    """The places of a grouped matmul's rows, in the shape of the leading dims of its result. No place is negative."""
+    """The places of a grouped matmul's rows, in the shape of the leading dims of its result. None is negative."""
     places = matmul.places
     if not matmul.counts_from_zero:
         rows = tools.shape(matmul.index.args[0])[0]
@@ -147,8 +144,8 @@ def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
 
 
 def _with_rows(matmul: GroupedMatmul) -> fx.Node:
-    """A tensor that has one entry for each row. The steps read this tensor and do not compute it. If the size of a step
-    were read instead, the step would stay in the graph and compute all rows."""
+    """A tensor with one entry for each row, which the steps read but do not compute. If the size of a step were read,
+    the step would stay in the graph and compute all rows."""
     steps, last = matmul.steps, matmul.index.args[0]
     for node in steps:
         if is_gather(node):

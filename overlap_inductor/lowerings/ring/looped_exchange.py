@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write all-to-alls as the looping ops of ``lowerings.ring.looped_exchange_ops``: decide which sites an op computes,
-and lay out operands and results."""
+"""Write all-to-alls as looping ops: choose the sites, lay out operands and results."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ overlap = torch.ops.overlap_inductor
 
 
 def computes_sent(nodes: SentNodes) -> bool:
-    """Whether the op can compute ``matmul -> all-to-all``. The matmuls must be plain, their biases must fit
-    (``looped_reduce.bias_fits``), and the slices must all have the same size."""
+    """Whether the op can compute ``matmul -> all-to-all``: plain matmuls, biases that fit, slices of the same size."""
     biases = looped_reduce.biases_of(nodes)
     return (
         biases is not None
@@ -39,10 +37,7 @@ def computes_sent(nodes: SentNodes) -> bool:
 
 def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int, floor: int) -> tuple[fx.Node, Replaced]:
     """Write ``matmul -> all-to-all`` as one op. Returns ``(next token of the chain, {old node: its replacement})``.
-
-    Args:
-        parts: sub-chunks of a slice.
-        floor: below this token count, the op runs the plain collective.
+    Below ``floor`` tokens, the op runs the plain collective.
 
     Raises:
         RuntimeError: the op cannot compute the site.
@@ -68,7 +63,7 @@ def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int, floor: int) ->
 
 
 def computes_received(nodes: ReceivedNodes) -> bool:
-    """Whether the op can compute ``all-to-all -> matmul``. Only views may stand between the two."""
+    """Whether the op can compute ``all-to-all -> matmul``. Only views may stand between them."""
     first = nodes.consumers[0].operand_node
     same = tools.dtype(first) == tools.dtype(nodes.collective.input)
     return same and nodes.only_views(first) and looped_gather.forms_of(nodes) is not None

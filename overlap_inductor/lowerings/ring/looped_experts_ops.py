@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping op of experts between two exchanges (Comet, arXiv:2502.19811): rows arrive, are computed by their experts
-and return, piece by piece.
-
-The transfers of all rows that this rank sends start at once. While they run, the rank computes its own rows. It
-computes every other rank's rows when they have arrived. It returns each piece as soon as the piece is computed::
+"""The looping op of experts between two exchanges (Comet, arXiv:2502.19811). Rows arrive, are computed by their experts
+and return, piece by piece::
 
     start all hops of the first exchange
     experts(own rows)
@@ -11,11 +8,11 @@ computes every other rank's rows when they have arrived. It returns each piece a
 
 The op returns while the last pieces are under way. Step ``exchange_wait`` waits for them.
 
-The rows of a piece are computed in the order of their experts. If all arrived rows are put into this order, row i is
-the arrived row ``index[i]``, and the rows of expert e end at ``ends[e]``. So the inverse of ``index`` gives the
-position of each arrived row in the experts' order. The op sorts the positions of a piece's rows, and searches for
-``ends`` in the sorted positions. This gives where each expert's rows end in the piece. So the op needs no row counts by
-expert, and the host reads nothing from the GPU.
+In the experts' order, row i is the arrived row ``index[i]``, and the rows of expert e end at ``ends[e]``. The GPU finds
+where each expert's rows end in a piece, so the host reads no row counts::
+
+    ordered = sort(positions of the piece's rows in the experts' order)     # from the inverse of index
+    ends'   = searchsorted(ordered, ends)                                   # where each expert's rows end in the piece
 """
 
 from __future__ import annotations
@@ -63,7 +60,6 @@ class Experts:
         self.results, *self.handed_out = _outputs(arrived, program)
 
     def compute(self, start: int, stop: int) -> None:
-        """Compute the rows ``start, start + 1, ... stop - 1`` of ``arrived``."""
         if start == stop:
             return
         ordered = self.inverse[start:stop].sort().values
@@ -104,15 +100,13 @@ def _all_to_all_experts(
     arrived = x.new_empty(places[-1][-1], width)
     arrived[places[rank][0] : places[rank][-1]].copy_(x[cuts[rank][0] : cuts[rank][-1]])
     there = exchanges.open_uneven(arrived, in_elements(places, width), "direct", group, site, transport)
-    # An open exchange is found by its buffer's address, or by its site if the buffer is empty. If no rows arrive and
-    # none return, both buffers are empty, and both exchanges have the same site. So the first exchange is removed from
-    # the open ones before the second opens. The hops of the first exchange still run: this op holds the exchange, and
-    # no other op looks for it.
+    # An exchange is found by its buffer's address, or by its site if the buffer is empty. If no rows arrive and none
+    # return, both exchanges have the same key. So the first is forgotten here. This op still holds it, so its hops run.
     exchanges.close_exchange(arrived, group, site)
     buffer = x.new_empty(cuts[-1][-1], parsed.width, dtype=getattr(torch, parsed.dtype))
     back = exchanges.open_uneven(buffer, in_elements(cuts, parsed.width), "direct", group, site, transport)
-    # A transport may move the messages between two ranks in the order in which they were started. So every rank starts
-    # all hops of the first exchange before any hop of the second.
+    # A transport may move messages between two ranks in the order in which they start. So on every rank, all hops of
+    # the first exchange start before those of the second.
     for hop in range(there.hop_count):
         step, part = divmod(hop, parts)
         to = cuts[(rank + 1 + step) % world_size]
@@ -125,8 +119,7 @@ def _all_to_all_experts(
         start, stop = places[(rank - 1 - step) % world_size][part : part + 2]
         there.wait(hop)
         experts.compute(start, stop)
-        # These rows came from rank r - 1 - step. Route ``direct`` sends to rank r + 1 + i in step i, so they return in
-        # step world_size - 2 - step.
+        # The rows came from rank r - 1 - step, to which route ``direct`` sends in step world_size - 2 - step.
         back.post((world_size - 2 - step) * parts + part, experts.results[start:stop].view(-1))
     return buffer, experts.results, experts.handed_out, chain.new_empty(1)
 
@@ -150,8 +143,8 @@ def _all_to_all_experts_fake(
 
 
 # Returns ``(buffer of the returned rows, results that are being sent, what the program hands out, next token of the
-# chain)``. ``sent`` and ``received``: for each rank, how many rows the first exchange sends to it and receives from it.
-# ``parts``: the number of pieces into which the rows for each rank are cut.
+# chain)``. ``sent``, ``received``: rows of the first exchange to and from each rank. ``parts``: pieces of each rank's
+# rows.
 define(
     "all_to_all_experts(Tensor chain, Tensor x, Tensor index, Tensor ends, Tensor[] rows, Tensor[] whole, str program,"
     " SymInt[] sent, SymInt[] received, int parts, str group_name, str site, str transport='') -> (Tensor, Tensor,"

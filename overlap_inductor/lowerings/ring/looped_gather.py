@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a gather as the looping op of ``lowerings.ring.looped_gather_ops``: decide which sites the op computes, and lay
-out their operands and results for it.
+"""Write a gather as the looping op of ``looped_gather_ops``: choose the sites, lay out operands and results.
 
-The op sees each shard as one matrix, with the elements in the collective's own order. A matmul's operand consists of
-these matrices, one for each rank, plain or transposed, joined along rows or columns. If the gathered dim has the order
-``[outer, rank, chunk]``, the op still computes in the ranks' order. If the dim is contracted, that dim of the matmul's
-other operand is permuted into the ranks' order before the op. Otherwise that dim of the matmul's result is permuted
-into the tensor's own order after the op.
+The op sees each shard as one matrix in the collective's order, and computes in the ranks' order. If the gathered dim
+has the order ``[outer, rank, chunk]``, indices are permuted:
+
+- contracted dim: in the other operand, before the op;
+- other dim: in the result, after the op.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ overlap = torch.ops.overlap_inductor
 
 
 def forms_of(nodes: GatherNodes) -> list[Form] | None:
-    """The form in which each matmul reads the ranks' shards; ``None`` if the op cannot compute this site."""
-    # A shard of one row or one column can be read in two ways. A way in which the shard can be cut into sub-chunks is
-    # preferred.
+    """How each matmul reads the ranks' shards; ``None`` if the op cannot compute this site."""
+    # A shard of one row or one column can be read in two ways. Prefer a way with sub-chunks.
     return min(_ways(nodes), key=lambda forms: any(f.whole for f in forms), default=None)
 
 
@@ -51,7 +49,7 @@ def forms_by_rows(nodes: GatherNodes) -> list[Form] | None:
 
 
 def _ways(nodes: GatherNodes) -> list[list[Form]]:
-    """The ways in which the matmuls can read the shards: for each way, the form of each matmul."""
+    """All ways to read the shards. A way has a form for each matmul."""
     if len({tools.dtype(c.operand_node) for c in nodes.consumers}) > 1:
         return []
     if not all(map(_is_plain, nodes.consumers)) or not _gathers_operand(nodes):
@@ -74,12 +72,12 @@ def _is_plain(consumer: GatherConsumer) -> bool:
 
 
 def _gathers_operand(nodes: GatherNodes) -> bool:
-    """Whether all matmuls read one operand, and this operand itself can be gathered.
+    """Whether all matmuls read one operand that can be gathered. The gathered tensor itself can. So can an operand
+    whose shard each rank can compute before it sends:
 
-    The operand can be gathered if it is the gathered tensor. If it is computed from the gathered tensor, each rank
-    must compute its shard of the operand before it sends. Then the gathered tensor may serve only to compute the
-    operand, and only the matmuls may read the operand. The operand's dtype must not be wider than the shard's. No other
-    tensor may take part, because it may differ between ranks.
+    - only it is computed from the gathered tensor, and only the matmuls read it;
+    - no other tensor takes part, because it may differ between ranks;
+    - its dtype is not wider than the shard's.
     """
     (operand, *others) = {nodes.behind_views(c.operand_node) for c in nodes.consumers}
     wait = nodes.collective.wait
@@ -97,8 +95,8 @@ def _gathers_operand(nodes: GatherNodes) -> bool:
 
 
 def _readings(consumer: GatherConsumer, nodes: GatherNodes) -> list[tuple[Form, list[Any]]]:
-    """``(form, sizes [m, k] of a shard in that form)`` for each form in which the consumer can read its operand from
-    shards. There are two forms if a shard has a single row or column."""
+    """``(form, sizes [m, k] of a shard)`` for each form in which the consumer can read its operand. There are two forms
+    if a shard has one row or one column."""
     left = consumer.layout if consumer.operand == "lhs" else consumer.layout.permute([1, 0])
     found = []
     for turned in (False, True):
@@ -118,8 +116,8 @@ def _same(mine: list[Any], theirs: list[Any]) -> bool:
 
 
 def chooses_at_run_time(nodes: GatherNodes) -> bool:
-    """Whether the op computes this site and can derive the token count from a shard's rows. If so, the op can run the
-    plain collective when there are few tokens."""
+    """Whether the op computes this site and knows the token count from a shard's rows. If so, it can run the plain
+    collective for few tokens."""
     forms = forms_of(nodes)
     return forms is not None and all(f.by_rows for f in forms)
 
@@ -127,13 +125,8 @@ def chooses_at_run_time(nodes: GatherNodes) -> bool:
 def rewrite(
     emit: StepEmitter, nodes: GatherNodes, parts: int, floor: int, route: str
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Write the site as one op. Returns ``(next token of the chain, {old node: its replacement})``. Each replacement
-    has the shape and strides of the old node.
-
-    Args:
-        parts: sub-chunks of a shard.
-        floor: below this token count, the op runs the plain collective.
-        route: ``ring`` or ``bidirectional`` (``transports.routes``).
+    """Write the site as one op. Returns ``(next token of the chain, {old node: its replacement})``. A replacement has
+    the old node's shape and strides. Below ``floor`` tokens, the op runs the plain collective.
 
     Raises:
         RuntimeError: no looping op can compute the site.
@@ -156,12 +149,12 @@ def write(
     how: tuple[Any, ...],
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node], fx.Node]:
     """Lay out the other operands, write ``op`` and lay out its results. Returns ``(next token of the chain, {matmul:
-    its replacement}, the op's result that holds the shards of all ranks)``.
+    its replacement}, the shards of all ranks)``.
 
     Args:
         forms: how the op reads the shards; ``None`` if it cannot compute the site.
-        sent: returns the tensor that the op sends, given the sizes ``[m, k]`` of a shard as the op sees it.
-        how: the op's arguments after the matmuls' forms.
+        sent: returns the tensor to send, given the sizes ``[m, k]`` of a shard as the op sees it.
+        how: the op's arguments after the forms.
 
     Raises:
         RuntimeError: no looping op can compute the site.
@@ -188,8 +181,7 @@ def write(
 
 
 def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Node:
-    """This rank's shard of ``operand``, which is the gathered tensor or a node computed from it. The shard of
-    ``operand`` is computed before anything is sent. Its elements are in the order of the collective's input."""
+    """This rank's shard of ``operand``, in the order of the collective's input."""
     if not nodes.layouts:
         return evaluate(emit, nodes, operand, nodes.collective.input, {})
     raw = nodes.raw.without_rank()
@@ -198,8 +190,7 @@ def _computed(emit: StepEmitter, nodes: GatherNodes, operand: fx.Node) -> fx.Nod
 
 
 def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
-    """The matmul's other operand. If the gathered dim is contracted, the contracted dim of this operand is put in the
-    ranks' order."""
+    """The matmul's other operand. If its contracted dim is the gathered one, that dim is put in the ranks' order."""
     if consumer.role != "K":
         return consumer.other_node
     return _in_place(
@@ -208,6 +199,6 @@ def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
 
 
 def _in_place(emit: StepEmitter, x: fx.Node, dim: int, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
-    """``x`` with the indices of ``dim`` moved from the ranks' order to the tensor's own order. If not ``from_ranks``:
-    from the tensor's own order to the ranks' order."""
+    """``x`` with the indices of ``dim`` moved from the ranks' order to the tensor's own order. If not ``from_ranks``,
+    they are moved back."""
     return (columns_in_place if dim else rows_in_place)(emit, x, sharded, from_ranks)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping op of gathers: one ring serves all matmuls that read the gathered tensor, whichever of their dims is
-gathered.
+"""The looping op of gathers: one ring serves all matmuls that read the gathered tensor, along any of their dims.
 
 Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the shard of rank r, plain or transposed, as the
 *slice* ``s_r [p, q]`` of its operand. The slices are joined along rows, or along the contracted dim::
@@ -8,10 +7,8 @@ Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the shard of
     rows:        y[r * p : (r + 1) * p] = s_r @ other                   other [q, n], y [W * p, n]
     contraction: y = sum over r of s_r @ other[r * q : (r + 1) * q]     other [W * q, n], y [p, n]; accumulated in fp32
 
-If the slices are the right operand, the formulas hold for the transposed matmul. So the dgrad and wgrad of a backward
-graph can share one ring: dgrad reads the slices as rows, and wgrad reads them transposed, along the contracted dim.
-Both can start on a sub-chunk of a shard. The sub-chunk gives dgrad some rows of ``y``, and it gives wgrad a part of the
-sum.
+If the slices are the right operand, the formulas hold for the transposed matmul. So dgrad (rows) and wgrad
+(contraction) of a backward graph can share one ring.
 """
 
 from __future__ import annotations
@@ -37,8 +34,8 @@ class Form:
     """How a matmul reads the slices.
 
     Attributes:
-        operand: the operand that consists of slices: ``lhs`` or ``rhs``.
-        role: the role of the dim along which the slices are joined: M, N or K.
+        operand: the operand that the slices form: ``lhs`` or ``rhs``.
+        role: the role of the joined dim: M, N or K.
         transposed: whether each slice is read transposed.
     """
 
@@ -52,13 +49,12 @@ class Form:
 
     @property
     def by_rows(self) -> bool:
-        """Whether the gathered dim consists of the shards' rows, so that shards may have different numbers of rows."""
+        """Whether the gathered dim is the shards' rows. If so, shards may have different numbers of rows."""
         return self.transposed == self.contracted
 
     @property
     def whole(self) -> bool:
-        """Whether the matmul needs whole shards. It does if the gathered dim is not contracted, but a sub-chunk would
-        split the contracted dim. (A sub-chunk has some rows of a shard.)"""
+        """Whether the matmul needs whole shards. A sub-chunk, some rows of a shard, would split its contracted dim."""
         return self.transposed and not self.contracted
 
     def __str__(self) -> str:
@@ -70,26 +66,23 @@ class Form:
         return cls(operand, role, rest == ["transposed"])
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, or its transpose (a view) if the slices are the right operand. ``x`` is an operand or the result of
-        this matmul. The transpose belongs to the transposed matmul, which has the slices on the left. A second call
+        """``x``, an operand or the result; transposed (a view) if the slices are the right operand. A second call
         undoes the first."""
         return x.t() if self.operand == "rhs" else x
 
     def result_shape(self, shard: torch.Tensor, other: torch.Tensor, world_size: int) -> list[int]:
-        """The shape of the result for ``shard [m, k]`` and the matmul's other operand."""
+        """The shape of the result for ``shard [m, k]`` and the other operand."""
         rows = shard.shape[1 if self.transposed else 0] * (1 if self.contracted else world_size)
         columns = self.turned(other).shape[1]
         return [columns, rows] if self.operand == "rhs" else [rows, columns]
 
 
 def texts(forms: Sequence[Form]) -> str:
-    """``forms`` as the op's text argument."""
     return ", ".join(map(str, forms))
 
 
 def forms_from(text: str, parts: int, site: str) -> list[Form]:
-    """The forms that ``texts`` wrote as ``text``. Raises ``ValueError`` if a matmul needs whole shards
-    (``Form.whole``) and ``parts`` is larger than 1."""
+    """The forms that ``texts`` wrote. Raises ``ValueError`` if ``parts`` exceeds 1 but a matmul needs whole shards."""
     parsed = [Form.parse(one) for one in text.split(", ")]
     if parts > 1 and any(f.whole for f in parsed):
         raise ValueError(
@@ -104,8 +97,8 @@ class Matmul:
 
     Args:
         received: the buffer of all shards, ``[rows of all slots, k]``.
-        places: the rows of each slot in ``received``, as ``routes.places`` gives them. Unless ``form.by_rows``, all
-            slots must have the same size.
+        places: the rows of each slot in ``received`` (``routes.places``). Unless ``form.by_rows``, slots are equally
+            large.
     """
 
     def __init__(
@@ -148,8 +141,8 @@ class Matmul:
 
 
 def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, empty: bool) -> None:
-    """``total += a @ b``, or ``total = a @ b`` if ``total`` is ``empty``, in the dtype of ``total``. The unrolled steps
-    compute it the same way (``matmuls.emit_partial``)."""
+    """``total += a @ b``, or ``total = a @ b`` if ``empty``, in the dtype of ``total``, as ``matmuls.emit_partial``
+    does."""
     if a.shape[1] == 0 and not empty:
         return
     if a.dtype is total.dtype or a.device.type != "cuda":
@@ -167,8 +160,7 @@ def as_it_stood(
     biases: Sequence[torch.Tensor | None],
     world_size: int,
 ) -> Tensors:
-    """The results of the whole matmuls, as the program wrote them. ``gathered [W * m, k]``: all shards, in the ranks'
-    order."""
+    """The whole matmuls, as the program wrote them. ``gathered [W * m, k]``: all shards, in the ranks' order."""
     return [_whole(f, gathered, o, b, world_size) for f, o, b in zip(forms, others, biases, strict=True)]
 
 
@@ -227,15 +219,14 @@ def multiply_arrivals(
     group: dist.ProcessGroup,
     sent: Callable[[int], torch.Tensor | None] = lambda hop: None,
 ) -> Tensors:
-    """Multiply every shard of ``gathered [rows, k]``: first this rank's own shard, then the sub-chunks of the other
-    shards as they arrive. Returns the result of each matmul. At most as many hops are in flight as a shard has
-    sub-chunks.
+    """Multiply every shard of ``gathered [rows, k]``: this rank's own first, then sub-chunks as they arrive. Returns
+    each matmul's result. As many hops are in flight as a shard has sub-chunks.
 
     Args:
-        forms, others, biases: how each matmul reads the shards, its other operand and its bias.
+        others: each matmul's other operand.
         places: the rows of each shard's sub-chunks in ``gathered`` (``routes.places``).
-        exchange: brings the sub-chunks and is closed at the end; ``None`` if the shards have no elements.
-        sent: what a hop of the exchange sends, as ``Exchange.post`` takes it.
+        exchange: brings the sub-chunks; closed at the end. ``None`` if the shards have no elements.
+        sent: what a hop sends, as ``Exchange.post`` takes it.
     """
     world_size, rank, parts = group.size(), group.rank(), len(places[0]) - 1
     matmuls = [Matmul(f, gathered, o, b, places) for f, o, b in zip(forms, others, biases, strict=True)]
@@ -251,7 +242,7 @@ def multiply_arrivals(
     for step, distances in enumerate(routes.distances(route, world_size)):
         for part in range(parts):
             hop = step * parts + part
-            # If nothing is sent, the results are still computed: they are zeros, or the bias.
+            # Without an exchange, results are zeros or the bias.
             if exchange is not None:
                 exchange.wait(hop)
                 if hop + parts < exchange.hop_count:
@@ -282,9 +273,9 @@ def _all_gather_matmul_fake(
     return outs, shard.new_empty(world_size * shard.shape[0], shard.shape[1]), chain.new_empty(1)
 
 
-# Returns ``(results, gathered [W * m, k], next token of the chain)``. ``others``: the matmuls' other operands. If the
-# gathered dim is contracted, it is in the ranks' order in ``others``; else it is in the ranks' order in the results.
-# ``parts``: sub-chunks of a shard. ``min_rows``: if ``gathered`` has fewer rows, the plain collective runs.
+# Returns ``(results, gathered [W * m, k], next token of the chain)``. ``others``: the matmuls' other operands. The
+# gathered dim is in the ranks' order: in ``others`` if contracted, else in the results. ``parts``: sub-chunks of a
+# shard. ``min_rows``: with fewer gathered rows, the plain collective runs.
 define(
     "all_gather_matmul(Tensor chain, Tensor shard, Tensor[] others, Tensor?[] biases, str forms, int parts, SymInt"
     " min_rows, str route, str group_name, str site, str transport='') -> (Tensor[], Tensor, Tensor)",

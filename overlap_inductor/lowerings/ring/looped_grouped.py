@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the sum of experts' rows and its reduction as one looping op of ``lowerings.ring.looped_grouped_ops``.
+"""Writes the sum of experts' rows and its reduction as one looping op.
 
-The op computes the steps of a grouped matmul (``sites.row_steps``) as a ``RowProgram``. It brings the rows into the
-tokens' order and sums them for each token. No looping op computes a site of experts that has several matmuls
-(``ReduceNodes.leaves``), or that combines a token's rows by another op than a sum.
+The op computes the steps of one grouped matmul (``sites.row_steps``) as a ``RowProgram``, and sums each token's rows.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ _PATTERNS = ("matmul_all_reduce", "matmul_reduce_scatter")
 
 
 def computes(pattern: str, nodes: ReduceNodes) -> bool:
-    """Whether a looping op of this module can compute a site of ``pattern``."""
     matmul = _matmul(nodes)
     if pattern not in _PATTERNS or matmul is None:
         return False
@@ -74,7 +71,7 @@ def rewrite(
 
 
 def _operands(matmul: GroupedMatmul) -> tuple[list[fx.Node], Operands]:
-    """The gathers among the steps, and the other steps as a program that is given the gathered rows. Raises
+    """The gathers among the steps, and a program of the other steps, which gets the gathered rows. Raises
     ``ValueError`` if an argument cannot be written as text."""
     steps = matmul.steps
     gathers = [n for n in steps if is_gather(n)]
@@ -83,7 +80,7 @@ def _operands(matmul: GroupedMatmul) -> tuple[list[fx.Node], Operands]:
 
 
 def _matmul(nodes: ReduceNodes) -> GroupedMatmul | None:
-    """The site's only leaf, if the site sums this leaf's rows for each token; else ``None``."""
+    """The site's only leaf, if the site sums its rows for each token; else ``None``."""
     region, sharded = nodes.region, nodes.sharded
     (matmul, *others) = nodes.leaves
     if region is None or others or not isinstance(matmul, GroupedMatmul) or len(tools.shape(matmul.node)) != 3:
@@ -95,8 +92,7 @@ def _matmul(nodes: ReduceNodes) -> GroupedMatmul | None:
 
 
 def _sums_only(nodes: ReduceNodes, matmul: GroupedMatmul) -> bool:
-    """Whether the collective's input is the sum of the matmul's rows over dim 1, seen through views and at most one
-    cast."""
+    """Whether the collective's input sums the matmul's rows over dim 1, through views and at most one cast."""
     assert nodes.region is not None
     node, casts, sums = nodes.computed[0], 0, 0
     while node is not matmul.node:
@@ -106,7 +102,7 @@ def _sums_only(nodes: ReduceNodes, matmul: GroupedMatmul) -> bool:
                 return False
             sums += 1
         elif tools.is_cast(node) and not tools.is_bitcast(node):
-            # The op casts once, after the sum. Two casts can round twice, and a cast before the sum rounds every row.
+            # The op casts once, after the sum. Two casts can round twice; a cast before the sum rounds every row.
             casts += node.target not in tools.SAME
             if sums:
                 return False

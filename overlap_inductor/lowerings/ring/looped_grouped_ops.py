@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping ops that reduce sums of experts' rows. They run the loops of ``looped_reduce_ops``, but a ``RowProgram``
-computes the rows.
+"""The looping ops that reduce sums of experts' rows. A ``RowProgram`` computes the rows.
 
-There are S rows, in the order of their experts. ``places [T, k]``: which k of the S rows each token sums, so there are
-T sums. ``ends [E]``: where each expert's rows end. Input i of the program consists of rows of
-``sources[i][indices[i]]``, where ``indices[i]`` has S numbers. If ``indices[i]`` is ``None``, the input consists of
-rows of ``sources[i]``, which has S rows. (``grouped_rows`` writes the same steps into the graph.)
+S rows, in the order of their E experts; T tokens:
+
+- ``places [T, k]``: the k rows that each token sums.
+- ``ends [E]``: where each expert's rows end.
+- Input i of the program: rows of ``sources[i][indices[i]]``, or of ``sources[i]`` if ``indices[i]`` is ``None``; S
+  rows.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ def sums_of_experts(
     program: RowProgram,
     dtype: torch.dtype,
 ) -> Rows:
-    """Returns a function ``compute(tokens)``. For each token of the slice ``tokens``, it sums the rows of the token's
-    experts."""
+    """A function that sums, for each token of a slice of tokens, the rows of the token's experts."""
     bounds = ends.to(places.dtype)
 
     def compute(tokens: slice) -> torch.Tensor:
@@ -51,7 +51,6 @@ def sums_of_experts(
 
 
 def _op(reduce: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The op that reduces the sums of experts by ``reduce``: ``all_reduce_rows`` or ``reduce_scatter_rows``."""
 
     def op(
         chain: torch.Tensor,

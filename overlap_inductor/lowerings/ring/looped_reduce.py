@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes matmuls and the collective after them (reduce-scatter, all-reduce or all-gather) as one looping op of
-``lowerings.ring.looped_reduce_ops``.
+"""Writes matmuls and the collective after them (reduce-scatter, all-reduce or all-gather) as one looping op.
 
-``lowerings.one_op.reduce_rows`` does the same for the ops of other schedules. It shares the code in
-``lowerings.reduced_rows`` with this module. Looping ops differ from the ops of other schedules in three ways. They
-can add a bias that has the result's shape. They can reduce in another dtype than the matmuls'. They compute no fp8
-matmuls.
+Unlike ops of other schedules (``one_op.reduce_rows``), looping ops can add a bias of the result's shape. They can
+reduce in another dtype than the matmuls'. They compute no fp8 matmuls.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ overlap = torch.ops.overlap_inductor
 
 
 def computes(pattern: str, nodes: ReduceNodes) -> bool:
-    """Whether a looping op can compute a site of this ``pattern``."""
     found = biases_of(nodes)
     if found is None or any(m.kind not in PLAIN for m in nodes.leaves):
         return False
@@ -37,14 +33,14 @@ def computes(pattern: str, nodes: ReduceNodes) -> bool:
 
 def biases_of(nodes: ReduceNodes) -> reduced_rows.Biases | None:
     """The bias of each matmul; ``None`` if the site computes more than a sum of matmuls and biases. The sum may be
-    cast before the collective, because the op reduces in the cast's dtype."""
+    cast: the op reduces in the cast's dtype."""
     terms = nodes.computed
     return reduced_rows.biases_of(nodes, terms if len(terms) > 1 else [_before_cast(terms[0], nodes)])
 
 
 def planned_biases(nodes: ReduceNodes) -> reduced_rows.Biases:
-    """``biases_of`` for a site that was planned as one looping op. Raises ``RuntimeError`` if no looping op can compute
-    it now."""
+    """``biases_of`` for a site that was planned as one looping op. Raises ``RuntimeError`` if no such op can compute it
+    now."""
     biases = biases_of(nodes)
     if biases is None:
         raise RuntimeError(
@@ -54,8 +50,7 @@ def planned_biases(nodes: ReduceNodes) -> reduced_rows.Biases:
 
 
 def bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
-    """Whether ``bias`` is ``None``, one row as wide as the result, or a tensor of the result's shape. Neither a scalar
-    nor a column fits."""
+    """Whether ``bias`` is ``None``, one row as wide as the result, or a tensor of the result's shape."""
     if bias is None:
         return True
     mine, wanted = tools.shape(bias), tools.shape(matmul.node)
@@ -65,10 +60,8 @@ def bias_fits(matmul: MatmulNode, bias: fx.Node | None) -> bool:
 
 
 def _before_cast(node: fx.Node, nodes: ReduceNodes) -> fx.Node:
-    """If ``node`` is a cast, or a view of a cast, the input of this cast. Otherwise ``node`` itself.
-
-    Only one cast is skipped, because two casts can round twice.
-    """
+    """The input of a cast, if ``node`` is this cast or a view of it; else ``node``. Skips one cast only, because two
+    can round twice."""
     cast = node
     while cast in nodes.through:
         cast = nodes.through[cast]
@@ -77,8 +70,8 @@ def _before_cast(node: fx.Node, nodes: ReduceNodes) -> fx.Node:
 
 
 def chooses_at_run_time(pattern: str, nodes: ReduceNodes) -> bool:
-    """Whether a looping op computes this site and can derive the token count from its rows. If so, the op can run the
-    plain collective when there are few tokens."""
+    """Whether a looping op computes this site and knows the token count from its rows. If so, it can run the plain
+    collective for few tokens."""
     return computes(pattern, nodes) and nodes.sharded.dim == 0
 
 
@@ -86,11 +79,7 @@ def rewrite(
     emit: StepEmitter, pattern: str, nodes: ReduceNodes, parts: int, floor: int
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """Write the site as one op. Returns ``(next token of the chain, {old node: its replacement})``. The result is
-    contiguous and has the collective's shape.
-
-    Args:
-        parts: sub-chunks of a shard.
-        floor: below this token count, the op runs the plain collective.
+    contiguous and has the collective's shape. Below ``floor`` tokens, the op runs the plain collective.
 
     Raises:
         RuntimeError: no looping op can compute the site.

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping ops of reductions and of gathered outputs: one functional op per site, which runs the ring in a loop.
+"""The looping ops of reductions and of gathered outputs: one op per site, which runs the ring in a loop.
 
-``looped_gather_ops`` has the op of gathers. Looping ops serve graphs whose unrolled steps would exceed the node budget,
-for example with 80 layers or 1024 ranks. They also serve dynamic token counts: below ``min_rows`` tokens they run the
-plain collective and matmul. All ranks have the same token count, so all make the same choice. A looping op keeps the
-graph small, but it multiplies each piece with the vendor's matmul, into which Inductor cannot fuse other ops.
+A looping op keeps a graph small (80 layers, 1024 ranks), but Inductor cannot fuse other ops into its matmuls. Below
+``min_rows`` tokens, the op runs the plain collective and matmul. All ranks have the same token count, so all make the
+same choice.
 
 Shapes (W ranks, this rank's view): ``rhs [K, N]``; ``lhs [W*m, K]`` for a reduction and ``[m, K]`` for a gathered
 output. ``lhs`` of an all-reduce may have up to W - 1 rows more. A bias is ``[N]`` or has the shape of ``lhs @ rhs``.
-The ring sends partial sums as ``dtype``, adds them in at least fp32 and rounds the sum to ``dtype``. All ops return the
-chain's next token last.
+Partial sums are sent as ``dtype``, added in at least fp32 and rounded to ``dtype``. All ops return the chain's next
+token last.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from overlap_inductor.transports import routes
 
 Tensors = list[torch.Tensor]
 Rows = Callable[[slice], torch.Tensor]
-"""A function that computes some rows of the tensor that the ring moves. The rows have the dtype of this tensor and are
-contiguous."""
+"""Computes some rows of the tensor that the ring moves, contiguous, in the tensor's dtype."""
 
 
 def _cut(bias: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
@@ -56,11 +54,11 @@ def send_as_made(
     exchange: exchanges.Exchange | None,
     group: dist.ProcessGroup,
 ) -> Tensors:
-    """Compute the pieces for the other ranks, in the order of routes ``owner`` and ``direct``, and send each as soon as
-    it is computed. Returns the pieces, which must live until their hops have ended.
+    """Compute the pieces for the other ranks, in the order of routes ``owner`` and ``direct``, and send each at once.
+    Returns the pieces, which must live until their hops have ended.
 
     Args:
-        piece: computes sub-chunk ``part`` of the slice for rank ``slot``: ``piece(slot, part)``.
+        piece: ``piece(slot, part)`` computes sub-chunk ``part`` of the slice for rank ``slot``.
         bands: the sub-chunks to compute, by index.
         parts: the number of sub-chunks of a slice.
         exchange: sends the pieces; ``None`` if they have no elements.
@@ -77,8 +75,8 @@ def send_as_made(
 def wait_for_all(
     exchange: exchanges.Exchange | None, buffer: torch.Tensor, sent: Tensors, group: dist.ProcessGroup
 ) -> None:
-    """Wait for every hop of ``exchange``, which receives into ``buffer``, and close it. ``sent``: the pieces that
-    ``exchange`` sends. They are an argument so that they live until ``exchange`` is closed."""
+    """Wait for every hop of ``exchange``, which receives into ``buffer``, and close it. The argument ``sent`` keeps the
+    pieces alive until then."""
     if exchange is not None:
         for hop in range(exchange.hop_count):
             exchange.wait(hop)
@@ -92,8 +90,8 @@ def _partials(
     exchange: exchanges.Exchange | None,
     group: dist.ProcessGroup,
 ) -> Tensors:
-    """Compute the pieces of ``bands``, which are indices of sub-chunks. The pieces for the other ranks are computed and
-    sent first, then this rank's own pieces are computed. Returns the sent pieces, followed by the own pieces."""
+    """Compute the sub-chunks ``bands``: send those for other ranks, then compute this rank's own. Returns the sent
+    pieces, then the own pieces."""
     rows = cuts[-1]
 
     def piece(slot: int, band: int) -> torch.Tensor:
@@ -123,13 +121,13 @@ def reduce_scatter_rows(
     site: str,
     transport: str = "",
 ) -> torch.Tensor:
-    """Reduce-scatter a tensor ``[W*m, N]`` while ``compute`` computes its rows. Returns this rank's ``[m, N]``.
+    """Reduce-scatter a tensor of ``shape (W*m, N)`` while ``compute`` computes its rows. Returns this rank's ``[m,
+    N]``.
 
     Args:
-        shape: ``(W*m, N)``.
         like: a tensor on the device of the result.
         parts: number of sub-chunks of each rank's rows.
-        min_rows: with fewer rows, all rows are computed first, and then the plain collective runs.
+        min_rows: with fewer rows, the plain collective runs after all rows are computed.
         dtype: of the rows and of the result.
         reduce_op: ``sum`` or ``avg``.
 
@@ -151,8 +149,6 @@ def reduce_scatter_rows(
 
 
 def _op(reduce: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The op that reduces the sum of ``lhs @ rhs`` and biases by ``reduce``: ``reduce_scatter_rows`` or
-    ``all_reduce_rows``."""
 
     def op(
         chain: torch.Tensor,
@@ -210,8 +206,8 @@ def all_reduce_rows(
     site: str,
     transport: str = "",
 ) -> torch.Tensor:
-    """As ``reduce_scatter_rows``, for an all-reduce: returns all rows. There may be up to W - 1 rows in addition to
-    ``W*m``. The plain collective reduces the additional rows."""
+    """As ``reduce_scatter_rows``, for an all-reduce: returns all rows. The plain collective reduces up to W - 1 rows
+    after the ``W*m`` rows."""
     group = resolve_group(group_name)
     world_size, rank, (total_rows, width) = group.size(), group.rank(), shape
     if total_rows < min_rows:
@@ -325,7 +321,7 @@ def _matmul_all_gather_fake(
     return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], width, dtype=dtype), chain.new_empty(1)
 
 
-# ``width``: columns of the gathered tensor. This rank may compute fewer columns; the missing ones become zeros.
+# ``width``: columns of the gathered tensor. Columns that this rank does not compute become zeros.
 define(
     "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, SymInt width, int parts, SymInt min_rows, "
     "ScalarType dtype, str group_name, str site, str transport='') -> (Tensor, Tensor)",

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping ops of all-to-alls whose parts may have different numbers of rows. ``looped_exchange_ops`` has the ops
-for equal parts.
+"""The looping ops of all-to-alls whose parts may have different numbers of rows.
 
-``sent`` and ``received`` are the numbers of rows that this rank sends to each rank and receives from each rank, as
-``all_to_all_single`` takes them. A part may be empty. The sender and the receiver of a part cut it into the same
-pieces; the argument ``parts`` is the number of these pieces. A piece without rows is not sent. An op never runs the
-plain collective instead: the ranks have different numbers of rows, so they could make different choices.
+``sent`` and ``received``: rows to and from each rank, as ``all_to_all_single`` takes them. A part may be empty. Sender
+and receiver cut a part into the same ``parts`` pieces. Pieces without rows are not sent. The ops never run the plain
+collective: ranks have different numbers of rows, so they could make different choices.
 """
 
 from __future__ import annotations

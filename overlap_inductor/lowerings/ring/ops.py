@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step ops. The unrolled steps of a ring consist of these ops and of Inductor's own matmuls.
+"""The step ops. Unrolled steps of a ring are these ops and Inductor's own matmuls.
 
-A gather in the graph (W ranks, S sub-chunks; ``chain`` is a one-byte tensor that orders the ops of one group)::
+A gather in the graph (W ranks, S sub-chunks; token ``chain`` orders the ops of a group)::
 
     chain    = agree(group, plan)                       # compares the ranks' plans if they were not compared yet
     gathered = gather_start(chain!, shard)              # [W * d0, ...], own slot filled, first S hops in flight
@@ -11,17 +11,12 @@ A gather in the graph (W ranks, S sub-chunks; ``chain`` is a one-byte tensor tha
     ...
     y        = assemble([y0, y1, ...], shifts=[0, -1, ...])
 
-Why the order holds: the op that waits for a hop *mutates* the buffer. So a matmul that reads a slice of the buffer is
-between two mutations of the buffer. Inductor's scheduler moves no read of a buffer past a write to the same buffer.
-This alone fixes the order start, matmul, step, matmul.
-
-Why memory is not reused too early: a gather sends from the buffer and receives into the buffer, because the own shard
-is first copied into its slot. Each step has the buffer as an argument, so the buffer lives until the last hop has
-ended. A reduction also sends pieces that are not in its buffer. These pieces are arguments of the op that waits for
-their hops.
-
-``take`` and ``assemble`` compute their slots from the rank at run time, so that the graph's text is the same on every
-rank. Their Inductor lowerings (``inductor.lowerings``) make them views.
+- Order: the op that waits for a hop *mutates* the buffer. Inductor moves no read of a buffer past a write to the
+  buffer. This fixes the order start, matmul, step, matmul.
+- Lifetime: each step has the buffer as an argument, so it lives until the last hop has ended. A reduction also sends
+  other pieces. They are arguments of the op that waits for their hops.
+- Ranks: ``take`` and ``assemble`` compute slots from the rank at run time. So the graph's text is the same on all
+  ranks.
 """
 
 from __future__ import annotations
@@ -103,8 +98,8 @@ def _token_fake(chain: torch.Tensor, *args: object) -> torch.Tensor:
     return chain.new_empty(1)
 
 
-# ``computed`` only adds dependencies: the step runs after the ops that compute these tensors from earlier pieces.
-# Without ``computed``, Inductor fuses the epilogues of all pieces into one kernel after the last hop.
+# ``computed`` only adds dependencies: the step runs after the ops that compute these tensors. Without it, Inductor
+# fuses the epilogues of all pieces into one kernel after the last hop.
 define(
     "gather_step(Tensor(a!) chain, Tensor(b!) gathered, SymInt[] bounds, int hop, str route, str group_name, str site, "
     "Tensor[]? computed=None) -> Tensor",
@@ -173,8 +168,8 @@ def _exchange_send(
     return started
 
 
-# Starts hop ``hop``, which sends ``piece``. The op returns a token, so that the next piece's matmul can be ordered
-# after the send (``after``). Otherwise Inductor may run every matmul before the first send.
+# Starts hop ``hop``, which sends ``piece``. The next matmul is ordered after the returned token (``after``). Otherwise
+# Inductor may run every matmul before the first send.
 define(
     "exchange_send(Tensor(a!) chain, Tensor(b!) buffer, Tensor piece, SymInt[] bounds, int hop, str route, "
     "str group_name, str site) -> Tensor",
@@ -189,8 +184,7 @@ def _exchange_keep(buffer: torch.Tensor, own: torch.Tensor, group_name: str) -> 
     return buffer.new_empty(1)
 
 
-# Copies ``own``, the slice that this rank keeps, into this rank's slot of ``buffer``. The buffer has one slot for each
-# rank.
+# Copies ``own``, the slice that this rank keeps, into its slot of ``buffer [W, ...]``.
 define(
     "exchange_keep(Tensor(a!) buffer, Tensor own, str group_name) -> Tensor",
     _exchange_keep,
@@ -219,8 +213,8 @@ def _reduce_tail(
     return chain.new_empty(1)
 
 
-# All-reduces ``tail``, the last rows, into ``buffer`` from element ``offset`` on. These rows, fewer than world_size,
-# remain when an all-reduce cuts its rows into world_size equal shards.
+# All-reduces ``tail`` into ``buffer`` from element ``offset`` on. ``tail``: the last rows, which are too few (less than
+# W) for equal shards.
 define(
     "reduce_tail(Tensor(a!) chain, Tensor(b!) buffer, Tensor tail, SymInt offset, str reduce_op, str group_name, str"
     " site) -> Tensor",
@@ -252,8 +246,8 @@ def _exchange_wait(
     return done
 
 
-# Waits for ``hops``. ``sent``: the pieces that these hops send, and tensors that must be computed before the op waits.
-# Because they are arguments of this op, they are not freed before it has run. ``computed`` is as in ``gather_step``.
+# Waits for ``hops``. ``sent``: the pieces that these hops send, kept alive until now, and tensors to compute before the
+# wait. ``computed``: as in ``gather_step``.
 define(
     "exchange_wait(Tensor(a!) chain, Tensor(b!) buffer, Tensor[] sent, SymInt[] bounds, int[] hops, str route, "
     "str group_name, str site, Tensor[]? computed=None) -> Tensor",
@@ -266,7 +260,7 @@ define(
 def _take(x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, length: int, group_name: str) -> torch.Tensor:
     group = resolve_group(group_name)
     slot = (group.rank() + shift) % group.size()
-    # This is a copy, because a functional op may not return a view of its input. The Inductor lowering is a view.
+    # A functional op may not return a view of its input. The Inductor lowering is a view.
     return x.narrow(dim, slot * chunk + start, length).clone(memory_format=torch.contiguous_format)
 
 
@@ -276,8 +270,8 @@ def _take_fake(
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
-# Returns ``length`` rows of the shard of rank ``r + shift``, from the shard's row ``start`` on. A shard has ``chunk``
-# rows of ``dim``.
+# Returns ``length`` rows of the shard of rank ``r + shift``, from row ``start`` on. A shard has ``chunk`` rows of
+# ``dim``.
 define(
     "take(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt length, str group_name) -> Tensor",
     _take,
@@ -297,8 +291,8 @@ def _rows_below(
     return out
 
 
-# ``x`` holds rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. A shard has ``chunk`` rows of ``dim``.
-# Rows whose index in the gathered tensor is ``size`` or larger become zeros.
+# ``x``: rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. A shard has ``chunk`` rows of ``dim``. Zeros
+# rows whose index in the gathered tensor is ``size`` or larger.
 define(
     "rows_below(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt size, str group_name) -> Tensor",
     _rows_below,
@@ -315,8 +309,8 @@ def _narrow_fake(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Te
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
-# A slice whose symbolic bounds are known to be inside the dim. Its lowering is a view that compares no sizes, so it
-# adds no guards. ``aten.slice`` would compare the sizes to clamp the bounds.
+# A slice whose symbolic bounds are known to be inside the dim. ``aten.slice`` would compare sizes to clamp the bounds,
+# which adds guards.
 define("narrow(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake, FLEXIBLE)
 
 
@@ -324,8 +318,8 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-# A contiguous copy, written to memory once. A view of symbolic size is packed before it is reshaped. Otherwise Inductor
-# would compare sizes to find out whether the reshape needs a copy, and each comparison adds a guard.
+# A contiguous copy, written to memory once. It can be reshaped without guards. For a view of symbolic size, Inductor
+# would compare sizes first.
 define("packed(Tensor x) -> Tensor", _packed, lambda x: x.new_empty(x.shape), FLEXIBLE)
 
 
@@ -333,16 +327,15 @@ def _after(piece: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return piece.clone()
 
 
-# Makes the kernel that computes ``piece`` run after the op that returned ``token``. The lowering returns ``piece``
-# itself and adds a scheduling edge.
+# Makes the kernel of ``piece`` run after the op that returned ``token``. The lowering returns ``piece`` itself.
 define("after(Tensor piece, Tensor token) -> Tensor", _after, lambda piece, token: torch.empty_like(piece), FLEXIBLE)
 
 
 def assembled_index(
     shape: Sequence[int], dim: int, chunk: int, slot: int, start: Sequence[int], piece: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """``(offset, length)`` in every dim of the block that a piece of shape ``piece`` fills in the assembled tensor. In
-    ``dim``, ``start`` counts from the beginning of ``slot``, whose length is ``chunk``."""
+    """``(offset, length)`` of a piece's block in each dim of the assembled tensor. In ``dim``, ``start`` counts from
+    the beginning of ``slot``, of length ``chunk``."""
     offsets = [s + (slot * chunk if d == dim else 0) for d, s in enumerate(start)]
     return list(zip(offsets, piece, strict=True))
 
@@ -381,7 +374,7 @@ def _assemble_fake(
 
 
 # Joins ``pieces`` to a tensor of ``shape``. Piece i belongs to the shard of rank ``r + shifts[i]``, which has ``chunk``
-# indices of ``dim``. ``starts`` has one number for each dim of each piece: where the piece begins in that shard.
+# indices of ``dim``. ``starts``: where each piece begins in its shard, a number for each dim and piece.
 define(
     "assemble(Tensor[] pieces, SymInt[] shape, int dim, SymInt chunk, int[] shifts, SymInt[] starts, str group_name) ->"
     " Tensor",

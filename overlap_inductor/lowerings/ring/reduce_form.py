@@ -25,9 +25,12 @@ from overlap_inductor.sites.step_emitter import part_count
 
 
 class ReduceRing:
-    """See ``form.RingForm``. Route ``owner``: each partial sum for another rank is sent to that rank as soon as it is
-    computed; an all-reduce then broadcasts the sums. ``travel``: each partial sum is added to an accumulator, which is
-    sent to the next rank (unrolled steps only). ``broadcast``: each piece is sent to all other ranks."""
+    """See ``form.RingForm``. Routes:
+
+    - ``owner``: partial sums go to their owner as soon as they are computed. An all-reduce then broadcasts the sums.
+    - ``travel``: an accumulator visits all ranks (unrolled steps only).
+    - ``broadcast``: pieces go to all other ranks.
+    """
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         nodes = nodes_of(site, ReduceNodes)
@@ -37,8 +40,8 @@ class ReduceRing:
         parts = part_count(nodes.sharded.chunk, config.sub_chunks)
         found: dict[str, Any] = {"sub_chunks": parts, "route": "travel" if travels else "owner"}
         if not isinstance(nodes.tokens, int) and looped_grouped.computes(site.facts.pattern, nodes):
-            # With ``min_rows``, ``fit_budget`` takes the looping op. In unrolled steps, Inductor would compare the
-            # sizes of blocks to decide about fusion, and each comparison adds a guard.
+            # With ``min_rows``, ``fit_budget`` takes the looping op. To fuse unrolled steps, Inductor would compare
+            # sizes of blocks, which adds guards.
             found["min_rows"] = 0
         return found
 
@@ -82,8 +85,8 @@ class ReduceRing:
         return loop.rewrite(emit, site.facts.pattern, nodes, parts, floor)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """As ``SiteNodes.cut``. The words end with ``" rows in front"`` if a looping op must first move the rows that
-        it cuts to the front of dim 0 (reduce-scatter and all-reduce only)."""
+        """As ``SiteNodes.cut``. If a looping op must first move the rows of a reduction to dim 0, the words end with
+        ``" rows in front"``."""
         nodes = nodes_of(site, ReduceNodes)
         sizes, words = nodes.cut()
         outer = nodes.sharded.outer
@@ -94,6 +97,5 @@ class ReduceRing:
 
 
 def _grouped_nodes(matmul: MatmulNode) -> int:
-    """Estimated number of nodes of a piece of a grouped matmul, besides the matmul itself; 0 if ``matmul`` is not a
-    grouped matmul."""
+    """Estimated number of nodes of a piece of a grouped matmul, besides the matmul; 0 for other matmuls."""
     return grouped_rows.NODES + len(matmul.inner) if matmul.inner else 0

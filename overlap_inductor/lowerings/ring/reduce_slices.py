@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the nodes that compute a slice of a collective's input: the slice for one rank, a part of this slice, or some
-rows of the input.
-
-In the graph as written, a matmul or a sum of matmuls computes the whole input. A slice is computed from the slices of
-the matmuls' operands, through the views and pointwise ops of the site's region::
+"""Write the nodes that compute a slice of a collective's input, from slices of the matmuls' operands::
 
     t = add(mm(x, w), mm(y, v))        ->        slice i: add(mm(x[i], w), mm(y[i], v))
+
+A slice is that of one rank, a part of it, or some rows.
 """
 
 from __future__ import annotations
@@ -28,13 +26,12 @@ aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
 
 Cuts = dict[int, matmuls.Slicer]
-"""For each dim that is cut, the function that cuts it. The dim is one of the matmuls' result or, with a ``Region``, one
-of ``Region.layout``."""
+"""The function that cuts each cut dim: a dim of the matmuls' result or, with a ``Region``, of ``Region.layout``."""
 
 
 class Slices:
-    """Computes slices of the collective's input, in the matmuls' own layout. ``after``: the token of the last send; the
-    next matmul is ordered after it."""
+    """Computes slices of the collective's input, in the matmuls' own layout. The next matmul is ordered after
+    ``after``, the token of the last send."""
 
     def __init__(self, emit: StepEmitter, nodes: ReduceNodes) -> None:
         self.emit, self.nodes = emit, nodes
@@ -46,7 +43,7 @@ class Slices:
 
     def of_rank(self, shift: int, block: Block, rows: tuple[Size, Size] | None = None) -> fx.Node:
         """``block`` of the slice of rank ``r + shift``. ``rows``: ``(start, length)`` in dim 0 of the matmuls' result,
-        if the slices are cut along another dim; ``None`` for all rows."""
+        if another dim is sliced; ``None`` for all rows."""
         sharded = self.nodes.sharded
         cuts: Cuts = {sharded.dim: lambda x, dim: self.emit.take_sharded(x, dim, sharded, shift, block)}
         if rows is not None:
@@ -73,9 +70,8 @@ class Slices:
         return self.in_memory(total)
 
     def in_memory(self, piece: fx.Node) -> fx.Node:
-        """``piece``, written to memory once. Otherwise Inductor could compute a cheap ``piece`` a second time, for the
-        op that waits for the piece's hop. That op would keep the second copy alive, and the memory that is being sent
-        could be reused."""
+        """``piece``, written to memory once. Otherwise the op that waits for the piece's hop could get a second copy,
+        computed again. The op would keep only this copy alive, and the memory that is being sent could be reused."""
         if piece.target is overlap.after.default or piece.target in matmuls.KINDS:
             return piece  # Inductor never inlines a matmul into the kernel that reads it.
         return self.emit.call(overlap.after.default, piece, self.after or self.emit.chain)
@@ -99,8 +95,7 @@ class Slices:
                 # Without this edge Inductor may run all matmuls before the first send, or all sends last.
                 result = emit.call(overlap.after.default, result, self.after)
         elif node in nodes.through or (node.target in tools.SAME and node not in nodes.externals):
-            # ``node`` is a view, or a copy that is not needed: matmuls and pointwise ops compute each slice in memory
-            # of its own.
+            # A view, or a copy that is not needed: matmuls and pointwise ops write each slice to new memory.
             result = self._evaluate(nodes.through.get(node, node.args[0]), cuts, done)
         elif node in nodes.externals:
             result = self._external(node, cuts) if nodes.region is None else self._placed(node, nodes.region, cuts)
@@ -132,8 +127,8 @@ class Slices:
         return self.whole[operand]
 
     def _placed(self, node: fx.Node, region: Region, cuts: Cuts) -> fx.Node:
-        """``node``, a tensor that the region reads but does not compute, laid out over the matmuls' dims. If it has the
-        dim that is cut, it is cut."""
+        """``node``, which the region reads but does not compute, laid out over the matmuls' dims. If it has the cut
+        dim, it is cut."""
         if not tools.shape(node):
             return node
         place = region.places[node]
@@ -145,8 +140,7 @@ class Slices:
         shape = tools.shape(node)
         leaf = tools.shape(self.nodes.leaves[0].node)
         if not shape or tools.is_scalar_like(node):
-            # In type promotion, a tensor of one element counts as a tensor if it has dims, and as a scalar if it has
-            # none. So if the tensor has dims, one of them is kept.
+            # For type promotion, a tensor of one element must keep a dim. Without dims, it counts as a scalar.
             return self.emit.reshape(node, [1]) if len(shape) > 1 else node
         if self.nodes.layouts[node].same_elements(self.nodes.leaf_layout):
             piece = self.emit.reshape(node, leaf)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan and rewrite a site with schedule ``ring``.
-
-The plan says how the site is cut, from which token count on the ring pays, and whether its steps are unrolled or run in
-one looping op.
-"""
+"""Plan and rewrite a site with schedule ``ring``."""
 
 from __future__ import annotations
 
@@ -44,12 +40,10 @@ from overlap_inductor.transports.transport import Exchanges
 
 
 class RingSchedule:
-    """See ``SiteSchedule``. A ring computes every legal site whose group the transport can serve, with two exceptions.
-    One is an int8 matmul on a GPU if its sizes are known only at run time, or if ``torch._int_mm`` cannot multiply a
-    piece. The other is a site that ``fit_budget`` refuses.
+    """See ``SiteSchedule``. A ring computes every legal site whose group the transport can serve, except:
 
-    If the token count is dynamic and the schedule is not forced, the ring's op chooses at each call: with few tokens,
-    it runs the plain collective.
+    - int8 matmuls on a GPU whose pieces ``torch._int_mm`` may be unable to multiply;
+    - sites that ``fit_budget`` refuses.
     """
 
     name = "ring"
@@ -109,8 +103,7 @@ class RingSchedule:
             )
         if isinstance(site.nodes.tokens, int):
             return self.forced(site, config) if _pays(site, config) else None
-        # The token count is only known at run time, so the looping op chooses at each call. Below the break-even, it
-        # runs the plain collective.
+        # Below the break-even, the looping op runs the plain collective.
         threshold = _break_even(site, config)
         if threshold is None:
             return None
@@ -139,8 +132,7 @@ class RingSchedule:
     def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
         form, parts, route = form_of(site), parameters["sub_chunks"], parameters["route"]
         transport = site.decision.moving.transport
-        # The default transport is the first one. It is not named in the graph, so that the graph's text does not depend
-        # on which transport is the default.
+        # The default transport is not named, so that the graph's text does not depend on it.
         emit.transport = () if transport in (None, self.transports[0]) else (transport,)
         if "bands" in parameters:
             return bands_form.rewrite(emit, site, parameters["bands"])
@@ -151,7 +143,7 @@ class RingSchedule:
     def exchange(self, site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
         shared, unrolled = {k: v for k, v in piece.parameters.items() if k != "unrolled"}, piece.parameters["unrolled"]
         if shared["route"] == "travel" and not unrolled:
-            # The looping ops have no travelling accumulator. They send each partial sum straight to its owner.
+            # A looping op has no travelling accumulator: it sends each partial sum straight to its owner.
             shared["route"] = "owner"
         return ExchangeTerms(shared, form_of(site).cut(site, shared["sub_chunks"], unrolled), not unrolled)
 
@@ -161,8 +153,8 @@ def _transport(config: OverlapConfig) -> Exchanges:
 
 
 def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-    """The form's parameters. ``sub_chunks`` is the smallest of ``part_counts`` with which the ring is estimated to be
-    about as fast as the fastest ring (``cost.fewest_parts``)."""
+    """The form's parameters, with the fewest ``sub_chunks`` that make the ring about as fast as it can be
+    (``cost.fewest_parts``)."""
     found = form_of(site).parameters(site, config)
     if len(part_counts(site, config)) > 1:
         sizes, machine = sizes_at(site), machine_of(site, config)
@@ -171,8 +163,8 @@ def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
 
 
 def part_counts(site: OverlapSite, config: OverlapConfig) -> list[int]:
-    """The numbers of sub-chunks that the ring may take for the site, largest first. There are several if ``auto`` plans
-    a site of a gather or of a reduction on a CPU. (On GPUs, rings were measured only with the largest number.)"""
+    """The numbers of sub-chunks to choose from, largest first. There are several only if ``auto`` plans a gather or
+    reduction on a CPU. On GPUs, only the largest was measured."""
     limit: int = form_of(site).parameters(site, config)["sub_chunks"]
     estimated = config.schedule == "auto" and isinstance(site.nodes, GatherNodes | ReduceNodes) and has_example(site)
     if estimated and not on_gpu(tools.value(site.collectives[0].input).device):
@@ -181,9 +173,8 @@ def part_counts(site: OverlapSite, config: OverlapConfig) -> list[int]:
 
 
 def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | None:
-    """Why ``torch._int_mm`` cannot multiply a piece of an int8 matmul, or may be unable to because sizes are only known
-    at run time. ``None`` if it can multiply all pieces. On a GPU, it needs more than 16 rows, and multiples of 8 for N
-    and K."""
+    """Why ``torch._int_mm`` cannot multiply a piece of an int8 matmul, or may fail to; else ``None``. On a GPU, it
+    needs more than 16 rows, and multiples of 8 for N and K."""
     parts, world_size = _parameters(site, config)["sub_chunks"], site.facts.collective.world_size
     for i, (matmul, facts) in enumerate(zip(site.matmuls, site.facts.matmuls, strict=True)):
         if matmul.kind != "int_mm" or not on_gpu(tools.value(matmul.lhs).device):
@@ -214,22 +205,20 @@ def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
 
 
 def _margin(site: OverlapSite) -> float:
-    """How many times as fast as ``keep`` the ring must be estimated to be. The number is larger for attention on GPUs,
-    because rings of attention were not measured there."""
+    """The factor by which the ring must be estimated to be faster than ``keep``. It is larger for attention on GPUs,
+    where rings were not measured."""
     attention = any(matmul.kind == "attention" for matmul in site.facts.matmuls)
     return MARGIN_UNMEASURED if attention and on_gpu(tools.value(site.collectives[0].input).device) else MARGIN
 
 
 def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
-    """The smallest power-of-two token count at which the ring is estimated to pay; ``None`` if it does not pay up to
-    2**20 tokens."""
+    """The smallest power of two, up to 2**20 tokens, at which the ring should pay; ``None`` if there is none."""
     example = max(hint(site.nodes.tokens), 1)
     return next((2**exponent for exponent in range(21) if _pays(site, config, 2**exponent / example)), None)
 
 
 def unrolled_nodes(site: DecidedSite, parts: int | None = None) -> int | None:
-    """Estimated number of FX nodes that the site's unrolled steps add (``RingForm.unrolled_nodes``). ``parts``:
-    sub-chunks of a shard; ``None``: as many as the site's plan says."""
+    """Estimated number of FX nodes of the site's unrolled steps. ``parts``: ``None`` for the plan's number."""
     parameters = site.decision.moving.parameters
     return form_of(site).unrolled_nodes(site, parts or parameters["sub_chunks"], parameters["route"])
 
@@ -237,17 +226,18 @@ def unrolled_nodes(site: DecidedSite, parts: int | None = None) -> int | None:
 def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     """Decide which rings are unrolled, and write that into their decisions. The others become looping ops.
 
-    A ring is unrolled if its nodes fit into what is left of the graph's ``budget`` of nodes. Rings that no looping op
-    can compute are decided first, then the others, both in graph order. A ring is not unrolled if its op chooses by the
-    token count, or if a later pass of Inductor moves nodes (``moving_pass``). A site that is not unrolled and that no
-    looping op can compute is refused.
+    A ring is unrolled if its nodes fit into what is left of the graph's ``budget``. Rings without a looping op are
+    decided first, then the others, each in graph order. A ring that chooses by the token count is never unrolled. If a
+    later pass moves nodes (``moving_pass``), no ring is unrolled. A site that can be neither unrolled nor looped is
+    refused.
 
-    Ranks may unroll different sites in two cases. First, a looping op may be able to compute a site on some ranks only.
-    Second, the ranks may have different numbers of a site's pointwise ops, and round these numbers to different
-    multiples of 8. Then one rank may unroll a site while another rank runs the site's looping op. These ranks can
-    exchange data as long as both send the same pieces on the same route. Their plans differ if they cut the site
-    differently, if the unrolled steps take route ``travel``, or if only the looping op computes nodes before it sends.
-    Their plans also differ if one rank refuses the site. If plans differ, all ranks run the graph without overlap.
+    Ranks may decide differently for two reasons:
+
+    - A looping op may be able to compute a site on some ranks only.
+    - Ranks may count different numbers of pointwise ops for a site (in multiples of 8).
+
+    Their plans are still equal if they send the same pieces, of the same values, on the same route. If plans differ,
+    all ranks run the graph without overlap.
     """
     mover = moving_pass()
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}

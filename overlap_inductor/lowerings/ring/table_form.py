@@ -23,14 +23,13 @@ from overlap_inductor.sites.step_emitter import part_count
 
 
 def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
-    """Sub-chunks are groups of tables. The last group's transfer is exposed. A group holds the slices of all ranks, but
-    a sub-chunk of another form is a part of one slice. To keep the last transfer short, there are four times as many
-    groups as other forms have sub-chunks."""
+    """Sub-chunks are groups of tables. A group holds the slices of all ranks, so it is larger than another form's
+    sub-chunk. The last group's transfer is exposed. To keep it short, there are four times as many groups."""
     return {"sub_chunks": part_count(nodes.count, 4 * config.sub_chunks), "route": ROUTE}
 
 
 class _TableRing:
-    """What both forms have in common. ``parts``: the number of groups of tables."""
+    """``parts``: the number of groups of tables."""
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
         return {None: parts}
@@ -51,8 +50,7 @@ class _TableRing:
 
 
 class PooledRing(_TableRing):
-    """See ``form.RingForm``. Tables are looked up one group after the other, and each group is sent as soon as it is
-    looked up."""
+    """See ``form.RingForm``. Each group of tables is sent as soon as it is looked up."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         return _parameters(nodes_of(site, PooledNodes), config)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ring writes all-to-alls whose parts have different sizes (``form.RingForm``): always as one looping op.
 
-The numbers of rows are arguments of the op, as they are arguments of the collective in the graph. So the host reads
-nothing that it did not read before. All ranks cut a part into ``sub_chunks`` pieces, whatever its size.
+The op takes the numbers of rows as arguments, like the collective. All ranks cut a part into ``sub_chunks`` pieces,
+whatever its size.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ overlap = torch.ops.overlap_inductor
 
 
 class UnevenRing:
-    """What all forms of uneven parts share."""
-
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         return {"sub_chunks": config.sub_chunks, "route": unrolled_exchange.ROUTE}
 
@@ -61,8 +59,7 @@ class UnevenRing:
 
 
 class UnevenSentRing(UnevenRing):
-    """See ``form.RingForm``. The parts for the other ranks are computed first, and each piece is sent as soon as
-    it is computed."""
+    """See ``form.RingForm``. The parts for the other ranks come first. Each piece is sent as soon as it is computed."""
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, UnevenSentNodes)
@@ -95,8 +92,7 @@ class UnevenSentRing(UnevenRing):
 
 
 class UnevenReceivedRing(UnevenRing):
-    """See ``form.RingForm``. This rank's own rows are multiplied first. The rows of another rank are multiplied when
-    they arrive."""
+    """See ``form.RingForm``. This rank's own rows are multiplied first, the others when they arrive."""
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, UnevenReceivedNodes)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``all-gathers of keys and values -> attention`` as a ring of unrolled steps (Ring Attention, arXiv:2310.01889,
-section 3): keys and values travel while attention reads the shards that have arrived. ``r``: the rank::
+section 3). Keys and values travel while attention reads the shards that have arrived. ``r``: the rank::
 
     keys, values = gather_start(own keys), gather_start(own values)       # or one gather of both
     y[r], l[r]   = attention(q, keys[r], values[r], mask[:, r])           # under the first hop
@@ -37,12 +37,11 @@ overlap = torch.ops.overlap_inductor
 
 
 Buffers = dict[fx.Node, fx.Node]
-"""For the node of each gather: the buffer into which its shards arrive."""
+"""The buffer of each gather, by the gather's node."""
 
 
 def rewrite(emit: StepEmitter, nodes: AttentionNodes, route: str) -> Replaced:
-    """Write the ring's steps at the insertion point. Returns ``{old node: its replacement}``. ``route``: ``ring`` or
-    ``bidirectional`` (``transports.routes``)."""
+    """Write the ring's steps at the insertion point. ``route``: ``ring`` or ``bidirectional``."""
     where = (route, emit.group_name, emit.site)
     bounds = {c.node: [0, tools.numel(tools.shape(c.input))] for c in nodes.collectives}
     buffers = {
@@ -64,16 +63,15 @@ def rewrite(emit: StepEmitter, nodes: AttentionNodes, route: str) -> Replaced:
 
 
 def _attend(emit: StepEmitter, nodes: AttentionNodes, buffers: Buffers, shift: int) -> tuple[fx.Node, fx.Node]:
-    """``(output, log-sum-exp)`` of the attention to the keys of rank ``r + shift``. The log-sum-exp is ``-inf`` for a
-    query that sees none of these keys."""
+    """``(output, log-sum-exp)`` of the attention to the keys of rank ``r + shift``. The log-sum-exp is ``-inf`` for
+    queries that see none of these keys."""
     key, value = (_shard(emit, operand, buffers, shift) for operand in (nodes.key, nodes.value))
     mask, sees_none = (_causal if nodes.attention.is_causal else _mask_of)(emit, nodes, shift)
     args, kwargs = attention.arguments_of_piece(nodes.attention, key, value, mask)
     results = emit.call(nodes.attention.node.target, *args, **kwargs)
     output, log_sum_exp = emit.call(getitem, results, 0), _sums(emit, nodes, emit.call(getitem, results, 1))
     if sees_none is not None:
-        # For a query that sees none of these keys, the op may return a log-sum-exp other than -inf, such as 0. It must
-        # become -inf, so that these keys get no weight.
+        # For such queries, the op may return another log-sum-exp, such as 0. With -inf, these keys get no weight.
         log_sum_exp = emit.call(aten.where.ScalarSelf, sees_none, -math.inf, log_sum_exp)
         if not nodes.attention.hidden_is_zero:
             rows = emit.call(aten.unsqueeze.default, sees_none, -1)
@@ -92,26 +90,25 @@ def _shard(emit: StepEmitter, operand: GatheredOperand, buffers: Buffers, shift:
         shard = emit.narrow(emit.reshape(shard, [a.size for a in atoms]), at, cut.start, cut.left.size)
         layout = Layout(tuple((cut.left if i == at else atom,) for i, atom in enumerate(atoms)))
     rows = emit.convert(shard, layout, operand.layout.without_rank())
-    # The attention op can read only tensors whose last dim has stride 1. In the program, a copy may have given the keys
-    # or values this stride. ``rows`` is a view of the shard instead. If this view has another stride, it is copied.
+    # The attention op needs a last dim of stride 1. ``rows`` is a view of the shard, and may lack it.
     return rows if same_size(tools.value(rows).stride(-1), 1) else emit.contiguous(rows)
 
 
 def _sums(emit: StepEmitter, nodes: AttentionNodes, log_sum_exp: fx.Node) -> fx.Node:
-    """``log_sum_exp`` in the shape ``[batch, heads, queries]``. One of CUDA's ops appends a dim of size 1, and another
-    one pads the queries."""
+    """``log_sum_exp`` as ``[batch, heads, queries]``. One of CUDA's ops appends a dim of size 1, another pads the
+    queries."""
     if len(tools.shape(log_sum_exp)) == 4:
         return emit.call(aten.squeeze.dim, log_sum_exp, -1)
     return emit.narrow(log_sum_exp, 2, 0, nodes.attention.sizes[1])
 
 
 Hidden = tuple[fx.Node | None, fx.Node | None]
-"""``(what is added to the scores of a rank's keys, which queries see none of these keys)``. Both are ``None`` if the
-attention has no mask: then all queries see all keys."""
+"""``(what is added to the scores of a rank's keys, which queries see none of these keys)``. Both are ``None`` without a
+mask."""
 
 
 def _mask_of(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
-    """The columns of the mask that belong to the keys of rank ``r + shift``."""
+    """The mask's columns for the keys of rank ``r + shift``."""
     mask = _columns(emit, nodes, shift)
     if mask is None:
         return None, None
@@ -126,14 +123,14 @@ def _columns(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> fx.Node | 
     source = mask.args[0] if mask.target is aten.expand.default else mask
     if not same_size(tools.shape(source)[-1], whole[-1]):
         source = mask
-    # The mask is cut before it is expanded, because Inductor would write an expanded mask to memory before cutting it.
+    # Cut the mask before it is expanded: Inductor would write an expanded mask to memory.
     columns = emit.take(source, len(tools.shape(source)) - 1, shift, keys, 0, keys)
     return columns if source is mask else emit.call(aten.expand.default, columns, [*whole[:-1], keys])
 
 
 def _causal(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
-    """``is_causal`` for the keys of rank ``r + shift``, written as a mask. Which of these keys a query sees depends on
-    ``r``, but all ranks have the same graph. So the graph computes the mask at run time."""
+    """``is_causal`` for the keys of rank ``r + shift``, as a mask. All ranks have the same graph, so the graph computes
+    the mask from the rank at run time."""
     query = tools.value(nodes.attention.lhs)
     _, queries, total, _, _ = nodes.attention.sizes
     keys = nodes.sharded_dims[0].chunk
@@ -153,8 +150,8 @@ def _causal(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
 
 
 def _merged(emit: StepEmitter, pieces: list[tuple[fx.Node, fx.Node]], dtype: torch.dtype, masked: bool) -> fx.Node:
-    """The attention to all keys, from ``(output, log-sum-exp)`` of the attention to each rank's keys. ``masked``:
-    whether a query may see none of the keys. The output of such a query is 0."""
+    """The attention to all keys, from ``(output, log-sum-exp)`` for each rank's keys. If ``masked``, a query may see no
+    key at all. The output of such a query is 0."""
     added = functools.partial(functools.reduce, lambda a, b: emit.call(aten.add.Tensor, a, b))
     sums = [log_sum_exp for _, log_sum_exp in pieces]
     wide = tools.dtype(sums[0])

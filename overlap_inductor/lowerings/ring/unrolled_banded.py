@@ -7,7 +7,7 @@
     kept = cat(pieces of all bands)                    # for each result that is also read elsewhere
     wait for all hops                                  # where the program waits
 
-A band is computed by one matmul and written to memory once, in the order in which its parts are sent.
+One matmul computes a band. The band is written to memory once, in the order in which its parts are sent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ overlap = torch.ops.overlap_inductor
 
 
 def rewrite(emit: StepEmitter, nodes: BandedNodes, parts: int) -> Replaced:
-    """Write the steps. Returns ``{old node: its replacement}``. ``parts``: the number of bands."""
+    """Write the steps. ``parts``: the number of bands."""
     (collective,) = nodes.collectives
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     cuts = pieces_of(nodes.lead, part_count(nodes.lead, parts))
@@ -67,7 +67,6 @@ def rewrite(emit: StepEmitter, nodes: BandedNodes, parts: int) -> Replaced:
 
 
 def _joined(emit: StepEmitter, nodes: BandedNodes, node: fx.Node, pieces: list[fx.Node]) -> fx.Node:
-    """``node`` as a whole. ``pieces``: those of all bands."""
     dim = place_of(nodes.layouts[node], nodes.band)
     if dim is None:
         raise RuntimeError(f"the pieces of {node.name} cannot be joined; expected a site without such a node")
@@ -76,8 +75,8 @@ def _joined(emit: StepEmitter, nodes: BandedNodes, node: fx.Node, pieces: list[f
 
 
 def _pieces(emit: StepEmitter, nodes: BandedNodes, start: Size, length: Size, after: fx.Node | None) -> BandPieces:
-    """What is computed from the matmul's rows of one band. The band has ``length`` indices of ``nodes.band``, from
-    ``start`` on. ``after``: the token of the last send, if there was one."""
+    """What is computed from one band of the matmul's rows: ``length`` indices of ``nodes.band``, from ``start`` on.
+    ``after``: the token of the last send, if any."""
     leaf, rows = nodes.leaves[0], (start * nodes.unit, length * nodes.unit)
     lhs = emit.narrow(leaf.lhs, 0, *rows)
     product = matmuls.emit(emit.graph, leaf, lhs, leaf.rhs, {"M": lambda x, dim: emit.narrow(x, dim, *rows)})
@@ -89,8 +88,7 @@ def _pieces(emit: StepEmitter, nodes: BandedNodes, start: Size, length: Size, af
 
 
 def _in_memory(emit: StepEmitter, nodes: BandedNodes, pieces: BandPieces, after: fx.Node | None) -> fx.Node:
-    """The band's part of each rank's slice, as ``[W, elements]``. The parts are written to memory, so that they can be
-    sent."""
+    """The band's part of each rank's slice, ``[W, elements]``, written to memory."""
     last = nodes.collectives[0].input
     band = emit.convert(pieces.of(last), nodes.layouts[last].without_rank(), nodes.in_bands, pieces.sizes)
     return emit.call(overlap.after.default, band, after or emit.chain)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the two sites of a seam (``passes.sequence.seams``) in bands: a reduce-scatter, and the gather after it.
+"""Write the two sites of a seam in bands: a reduce-scatter, and the gather after it.
 
-A band is a sub-chunk of every rank's shard. Each band of the reduce-scatter has a wait of its own, and each band of the
-gather is sent on its own. So ``passes.sequence.seams`` can move the gather's steps between the waits of the
-reduce-scatter. ``r``: the rank::
+A band is a sub-chunk of every rank's shard. Each band has its own wait (reduce-scatter) or send (gather). So
+``passes.sequence.seams`` can move steps of the gather between the waits. ``r``: the rank::
 
     for band: for i in 0 .. W-2: p = slice(r + 1 + i)[band]; send p to rank r + 1 + i
     own = slice(r)
@@ -13,8 +12,6 @@ reduce-scatter. ``r``: the rank::
     gathered = exchange_start()
     for band: send shard[band] to all ranks; y[r][band] = gathered[r][band] @ w
     for band: wait; for i in 1 .. W-1: y[r - i][band] = gathered[r - i][band] @ w
-
-The partial sums take route ``owner``. The gathered bands take route ``broadcast``, straight to every other rank.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``matmul(s) -> all-to-all`` and ``all-to-all -> matmul(s)`` as unrolled steps of transfers between two ranks.
 
-The slice for rank ``r + i`` is computed and sent in step i. This rank's own slice comes last, so slices travel under
-the matmuls of later slices (arXiv:2305.06942, section 3; CommFuse 1.5 and 1.6). The wait stands where the program
-waits, so the last slices also travel under the ops before the wait::
+Slices travel under the matmuls of later slices, and under the ops before the program's wait (arXiv:2305.06942, section
+3; CommFuse 1.5 and 1.6)::
 
     for i in 1 .. W-1, part: p = slice(r + i)[part]; send p to rank r + i
     received[r] = slice(r)
     ...                                                  # what the program computes before it waits
     wait; out = received
 
-In ``all-to-all -> matmul(s)``, this rank's own tokens are multiplied first. The tokens of rank ``r - i`` are multiplied
-when they have arrived. ``f``: the ops between the all-to-all and the matmul::
+In ``all-to-all -> matmul(s)``, tokens are multiplied when they have arrived. ``f``: the ops between the all-to-all and
+the matmul::
 
     send parts of x[r + 1]; received[r] = x[r]; y[r] = f(received[r]) @ w
     for i in 1 .. W-1, part: wait; send the next part; y[r - i][part] = f(received[r - i][part]) @ w
 
-Elements are sent in the order in which the matmul computes or reads them. So the permutes around an all-to-all become
-views if this order allows it.
+Elements are sent in the order in which the matmul computes or reads them. So permutes around an all-to-all can become
+views. ``parts``: sub-chunks of a slice.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ ROUTE = "direct"
 
 
 def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int) -> Replaced:
-    """Write the steps of ``matmul -> all-to-all``. Returns ``{old node: its replacement}``. ``parts``: sub-chunks of a
-    slice."""
+    """Write the steps of ``matmul -> all-to-all``."""
     (collective,) = nodes.collectives
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     slices = Slices(emit, nodes)
@@ -73,8 +71,8 @@ def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int) -> Replaced:
 
 
 def _place(nodes: SentNodes, start: Size, length: Size) -> tuple[Block, tuple[Size, Size] | None]:
-    """``(block of the sharded dim, rows of dim 0)`` of a sub-chunk. The sub-chunk has ``length`` indices along
-    ``SentNodes.lead``, from ``start`` on. The rows are ``None`` if dim 0 is the sharded one."""
+    """``(block of the sharded dim, rows of dim 0)`` of a sub-chunk: ``length`` indices along ``SentNodes.lead``, from
+    ``start`` on. The rows are ``None`` if dim 0 is the sharded one."""
     sharded = nodes.sharded
     if sharded.dim:
         return Block.whole(sharded), (start, length)
@@ -84,8 +82,7 @@ def _place(nodes: SentNodes, start: Size, length: Size) -> tuple[Block, tuple[Si
 
 
 def rewrite_received(emit: StepEmitter, nodes: ReceivedNodes, parts: int) -> tuple[fx.Node, Replaced]:
-    """Write the steps of ``all-to-all -> matmul``. Returns ``(what was received, {old node: its replacement})``.
-    ``parts``: sub-chunks of a slice."""
+    """Write the steps of ``all-to-all -> matmul``. Returns ``(what was received, {old node: its replacement})``."""
     steps = Steps(emit, nodes, parts)
     where, bounds = (ROUTE, emit.group_name, emit.site), steps.bounds
     rows = emit.reshape(sent_rows(emit, nodes), [emit.world_size * steps.size, steps.rest])

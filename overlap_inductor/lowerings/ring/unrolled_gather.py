@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``all-gather -> matmul(s)`` as a ring of unrolled steps, whose hops run under the matmuls (CommFuse Alg. 1).
 
-The steps replace the collective, its wait, the matmuls and their epilogue. The gathered tensor is one buffer in the
-collective's own layout, so its other users read the buffer. This rank's own slice is multiplied first, as a whole. Each
-later step multiplies one sub-chunk while later sub-chunks travel. ``r``: the rank; ``f``: the ops between gather and
-matmul::
+The gathered tensor is one buffer in the collective's own layout, so its other users can read it. A step multiplies one
+sub-chunk while later sub-chunks travel. ``r``: the rank; ``f``: the ops between gather and matmul::
 
     gathered = gather_start(shard)                       # S hops in flight
     y[r]     = f(gathered[r]) @ w
@@ -38,13 +36,13 @@ overlap = torch.ops.overlap_inductor
 
 
 class Steps:
-    """Multiplies the sub-chunks of a buffer that holds all ranks' shards, as they arrive.
+    """Multiplies sub-chunks of ``gathered``, the buffer of all shards, as they arrive.
 
     Args:
-        parts: sub-chunks of a shard. A shard is cut only if ``can_cut`` allows it.
+        parts: sub-chunks of a shard; 1 is used if ``can_cut`` forbids cuts.
 
     Attributes:
-        bounds: offsets in a shard, counted in elements: where each sub-chunk begins, and where the last one ends.
+        bounds: offsets in a shard, in elements: where each sub-chunk begins, and where the last one ends.
     """
 
     def __init__(self, emit: StepEmitter, nodes: GatherNodes, parts: int) -> None:
@@ -80,7 +78,6 @@ class Steps:
         self.epilogue.compute()
 
     def finish(self) -> dict[fx.Node, fx.Node]:
-        """``{old node: its replacement}`` for the matmuls and the epilogue's outputs."""
         base = self.epilogue.base
         whole = {t.consumer.matmul.node: t.finish() for t in self.consumers if t.consumer.matmul.node not in base}
         return {**whole, **self.epilogue.finish()}
@@ -88,11 +85,7 @@ class Steps:
 
 def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """Write the ring's steps at the insertion point. Returns ``(gathered buffer, {old node: its replacement})``.
-
-    Args:
-        parts: sub-chunks of a shard.
-        route: ``ring`` or ``bidirectional`` (``transports.routes``).
-    """
+    ``route``: ``ring`` or ``bidirectional``."""
     steps = Steps(emit, nodes, parts)
     where = (route, emit.group_name, emit.site)
     gathered = emit.communicate(
@@ -110,8 +103,7 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
 
 
 def _rest(shape: list[Size], lead: Atom | None) -> Size:
-    """The number of elements that a shard of this ``shape`` has for each index of ``lead``. If ``lead`` is ``None``,
-    the number of all its elements."""
+    """Elements of a shard for each index of ``lead``; all its elements if ``lead`` is ``None``."""
     if lead is None:
         return tools.numel(shape)
     index = next(i for i, s in enumerate(shape) if not (isinstance(s, int) and s == 1))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``matmul(s) -> reduce-scatter | all-reduce | all-gather of the output`` as unrolled steps of a ring.
 
-The steps replace the collectives and the ops that compute their input. Each slice of the collective's input is computed
-separately, in the order in which the slices are sent. This rank's own slice is last: if its matmul hides the last
-transfer, only the sum is exposed. Below, ``r`` is the rank.
+Slices of the collective's input are computed in the order in which they are sent, this rank's own slice last. Its
+matmul can hide the last transfer. Below, ``r`` is the rank.
 
 Reduce-scatter, route ``owner`` (CommFuse Fig. 8b). Numerics ``preserve``: each partial sum travels once in the
 collective's dtype and is added once, in at least fp32::
@@ -11,16 +10,16 @@ collective's dtype and is added once, in at least fp32::
     for i in 0 .. W-2, part: p = slice(r + 1 + i)[part]; send p to rank r + 1 + i
     own = slice(r); wait; out = own + sum(received)
 
-Reduce-scatter, route ``travel`` (CommFuse Alg. 2). Each slice has one accumulator, which visits every rank once. In
-step i, this rank adds its part to the accumulator of slice ``r - 1 - i``. After every step but the last one, it sends
-the accumulator to rank ``r + 1``. The accumulator is rounded at each hop, so numerics ``allow_hop_rounding`` is needed.
+Reduce-scatter, route ``travel`` (CommFuse Alg. 2). One accumulator for each slice visits every rank. It is rounded at
+each hop, so numerics ``allow_hop_rounding`` is needed::
 
-All-reduce: the rows of a shard are cut into S bands. Each band has a reduce-scatter, route ``owner``, and then a
-broadcast of the sum. A band is summed and broadcast after the matmuls of the next band. So its partial sums travel
-under the matmuls of the next band, and its broadcast runs under the matmuls of the band after that. If W does not
-divide the number of rows, one small collective reduces the remaining rows.
+    for i in 0 .. W-1: add slice(r - 1 - i) to its accumulator; if i < W-1: send the accumulator to rank r + 1
 
-All-gather of an output: this rank's rows are cut into S bands. Each band is sent to all ranks while the next band is
+All-reduce: the rows of a shard are cut into S bands. Band b is reduce-scattered on route ``owner`` under the matmuls of
+band b + 1. Its sum is broadcast under those of band b + 2. If W does not divide the rows, one small collective reduces
+the rest.
+
+All-gather of an output: this rank's rows are cut into S bands. A band is sent to all ranks while the next is
 multiplied.
 """
 
@@ -47,14 +46,13 @@ convert_dtype = torch.ops.prims.convert_element_type.default
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial sums are added: at least fp32 for floats. Integers keep their dtype, in which sums are
-    exact."""
+    """The dtype in which partial sums are added: at least fp32 for floats; for integers the dtype itself."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def summed(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dtype: torch.dtype) -> fx.Node:
-    """``own + received.sum(0)``, divided by the world size if ``reduce_op`` is ``avg``. It is computed in
-    ``_wide(dtype)`` and rounded once to ``dtype``, the collective's dtype."""
+    """``own + received.sum(0)``, divided by the world size for ``avg``, in ``_wide(dtype)``. Rounded once to ``dtype``,
+    the collective's dtype."""
     wide = _wide(dtype)
 
     def widen(x: fx.Node) -> fx.Node:
@@ -70,9 +68,7 @@ def summed(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, d
 
 def rewrite_reduce_scatter(emit: StepEmitter, nodes: ReduceNodes, parts: int, route: str) -> fx.Node:
     """Write the steps of a reduce-scatter. Returns this rank's result, contiguous and in the collective's shape.
-
-    ``parts``: sub-chunks of a shard. ``route``: ``owner`` or ``travel``.
-    """
+    ``parts``: sub-chunks of a shard. ``route``: ``owner`` or ``travel``."""
     collective, sharded = nodes.collectives[0], nodes.sharded
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     slices = Slices(emit, nodes)
@@ -142,8 +138,7 @@ def _sum_parts(
     if lead or len(blocks) == 1:
         received = emit.reshape(buffer, [emit.world_size - 1, *tools.shape(own)])
         return summed(emit, own, received, reduce_op, dtype)
-    # A slot of the buffer has the sub-chunks one after the other, but in the slice their rows are interleaved. So each
-    # sub-chunk is summed separately, and the sums are joined.
+    # In a slot of the buffer, sub-chunks follow each other. In the slice, their rows are interleaved.
     dim = sharded.dim
     shape = tools.shape(own)
     split = emit.reshape(own, [*shape[:dim], sharded.outer, sharded.chunk, *shape[dim + 1 :]])
@@ -211,10 +206,7 @@ def _travel(
 
 def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.Node:
     """Write the steps of an all-reduce. Returns the reduced tensor, contiguous and in the collective's shape.
-
-    ``parts``: bands into which the rows of a shard are cut. The transfers of a band overlap the matmuls of later
-    bands.
-    """
+    ``parts``: bands of a shard's rows."""
     collective, sharded = nodes.collectives[0], nodes.sharded
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     reduce_op = collective.reduce_op or "sum"
@@ -280,7 +272,7 @@ def _reduce_left_over(
 
 def rewrite_gathered_output(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.Node:
     """Write the steps that gather the matmul's output. Returns the gathered tensor, in the collective's layout.
-    ``parts``: bands into which this rank's rows are cut."""
+    ``parts``: bands of this rank's rows."""
     collective = nodes.collectives[0]
     dtype = tools.dtype(collective.input)
     slices = Slices(emit, nodes)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables`` as unrolled steps. Each step is a transfer
-from one rank to one other rank.
+"""Write ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables`` as unrolled steps.
 
-Without ``PooledNodes.by_rank`` (always for bags), one table is looked up after the other, for the whole batch. The
-results of one group of tables travel while the next group is looked up. The lookups themselves do not change::
+The results of one group of tables travel while the next group is looked up::
 
     for each group of tables:
         p = lookups of the group, for the whole batch                       # after the previous group's sends
@@ -12,7 +10,7 @@ results of one group of tables travel while the next group is looked up. The loo
     ...                                                                     # what the program computes before it waits
     wait; out = received
 
-With ``by_rank`` (only plain embeddings), one rank's slice is looked up after the other, this rank's own slice last::
+With ``PooledNodes.by_rank`` (only plain embeddings), one rank's slice is looked up after the other::
 
     for i in 1 .. W-1, group: p = lookups of the group for slice r + i; send p to rank r + i
     received[r] = all lookups for slice r
@@ -50,12 +48,12 @@ overlap = torch.ops.overlap_inductor
 
 
 class _Exchange:
-    """The exchange of one site: a buffer with a slot for each rank, and in each slot one block for each table.
+    """The exchange of one site. The buffer has a slot for each rank. A slot has a block for each table.
 
     Attributes:
         groups: ``(first table, number of tables)`` of each group.
-        bounds: offsets in a slot, counted in elements: where each group begins, and where the last one ends.
-        sent: for each hop, the piece that it sends. The op that waits for the hop keeps the piece alive.
+        bounds: offsets in a slot, in elements: where each group begins, and where the last one ends.
+        sent: the piece of each hop, kept alive by the op that waits for the hop.
     """
 
     def __init__(self, emit: StepEmitter, nodes: TableNodes, parts: int) -> None:
@@ -70,7 +68,7 @@ class _Exchange:
         )
 
     def send(self, step: int, group: int, piece: fx.Node) -> fx.Node:
-        """Send ``piece``, a group's blocks for rank ``r + step + 1``. Returns the send's token."""
+        """Send ``piece``, a group's blocks for rank ``r + step + 1``. Returns the token."""
         hop = step * len(self.groups) + group
         self.sent[hop] = piece
         return self.emit.communicate(
@@ -81,7 +79,7 @@ class _Exchange:
         self.emit.call(overlap.exchange_keep.default, self.buffer, own, self.emit.group_name)
 
     def wait(self, hops: list[int], after: list[fx.Node]) -> None:
-        """Wait for ``hops``, after the tensors ``after`` have been computed."""
+        """Wait for ``hops``, after the tensors ``after`` are computed."""
         held = [*(self.sent[hop] for hop in hops), *after]
         self.emit.communicate(
             overlap.exchange_wait.default, self.emit.chain, self.buffer, held, self.bounds, hops, *self.where
@@ -92,8 +90,7 @@ class _Exchange:
 
 
 def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replaced:
-    """Write the steps of ``lookups -> all-to-all``. Returns ``{old node: its replacement}``. ``parts``: the number of
-    groups of tables."""
+    """Write the steps of ``lookups -> all-to-all``. ``parts``: the number of groups of tables."""
     exchange = _Exchange(emit, nodes, parts)
     steps = range(emit.world_size - 1)
     token: fx.Node | None = None
@@ -128,8 +125,8 @@ def rewrite_pooled(emit: StepEmitter, nodes: PooledNodes, parts: int) -> Replace
 
 
 def _looked_up(emit: StepEmitter, nodes: PooledNodes, tables: range, shift: int, token: fx.Node | None) -> fx.Node:
-    """The blocks of ``tables`` for rank ``r + shift``. That rank's slice of the indices is looked up, after the op that
-    returned ``token``. Op ``after`` makes Inductor write the blocks to memory, so no reader computes them again."""
+    """The blocks of ``tables`` for rank ``r + shift``, looked up after ``token``. Op ``after`` makes Inductor write
+    them to memory, so no reader computes them again."""
     blocks = []
     for lookup in nodes.lookups[tables.start : tables.stop]:
         count = tools.numel(tools.shape(lookup.lhs)) // emit.world_size
@@ -141,9 +138,8 @@ def _looked_up(emit: StepEmitter, nodes: PooledNodes, tables: range, shift: int,
 
 
 def _by_rank(emit: StepEmitter, nodes: PooledNodes, parts: list[fx.Node]) -> Callable[[int], fx.Node]:
-    """A function of ``shift`` that returns the blocks for rank ``r + shift``. ``parts``: what was looked up for the
-    whole batch, for each table of a group. If the group has one table, its blocks are sent from where they were
-    computed. The blocks of several tables are copied first, so that a rank's blocks follow each other."""
+    """A function of ``shift`` that returns the blocks for rank ``r + shift``. ``parts``: each table's results for the
+    whole batch. Blocks of several tables are copied, to be contiguous for each rank."""
     ranks, size, count = emit.world_size, nodes.block_size, len(parts)
     rows = behind_reshapes(parts[0])
     chunk = tools.shape(rows)[0]
@@ -161,11 +157,11 @@ def _joined(emit: StepEmitter, blocks: list[fx.Node]) -> fx.Node:
 
 
 def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node | None) -> fx.Node:
-    """``nodes.parts[table]``, with an edge that orders the table's lookup after ``token``. Without this edge, Inductor
-    may run all lookups before the first send. A lookup that stands before ``token`` in the graph gets no edge."""
+    """``nodes.parts[table]``, looked up after ``token``. Without this edge, Inductor may run all lookups before the
+    first send."""
     lookup, part = nodes.lookups[table], nodes.parts[table]
-    # Inductor computes a plain lookup and what follows it in one kernel, so the edge goes to the last node before the
-    # views. For bags, Inductor calls a library, so the edge goes to the result of this call.
+    # Inductor computes a plain lookup and its pointwise ops in one kernel, whose last node gets the edge. For bags, the
+    # result of the library call gets it.
     node = behind_reshapes(part)
     if lookup.is_tuple:
         node = next(user for user in lookup.node.users if user.target is getitem and user.args[1] == 0)
@@ -179,14 +175,13 @@ def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node |
 
 
 def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Replaced:
-    """Write the steps of ``all-to-all -> gradients of tables``. Returns ``{old node: its replacement}``. ``parts``: the
-    number of groups of tables."""
+    """Write the steps of ``all-to-all -> gradients of tables``. ``parts``: the number of groups of tables."""
     exchange = _Exchange(emit, nodes, parts)
     size, count, steps = nodes.block_size, nodes.count, range(emit.world_size - 1)
     blocks = emit.reshape(emit.convert(nodes.source, nodes.source_layout, nodes.wire), [emit.world_size, count, size])
     if nodes.last_first:
         blocks = emit.call(torch.ops.prims.rev.default, blocks, [1])
-    # ``packed`` copies the rows once. Without it, Inductor would copy them again for each slice that is sent.
+    # Without ``packed``, Inductor would copy the rows again for each slice that is sent.
     rows = emit.call(overlap.packed.default, emit.reshape(blocks, [emit.world_size * count, size]))
     for group, cut in enumerate(exchange.groups):
         for step in steps:
@@ -196,8 +191,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
     replaced: dict[fx.Node, fx.Node] = {}
     computed: list[fx.Node] = []
     for group, (start, length) in enumerate(exchange.groups):
-        # Waits stand in the order of the groups. So this group's wait stands before the first reader of this group or
-        # of any later group.
+        # Waits stand in the order of the groups, so this one precedes the first reader of this or a later group.
         later = [node for node, place in places.items() if place >= start]
         first = min((min(node.users, default=node) for node in later), default=emit.graph.output_node())
         with emit.graph.inserting_before(first):
@@ -211,7 +205,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
 
 
 def _read(emit: StepEmitter, nodes: GradientNodes, buffer: fx.Node, place: int, old: fx.Node) -> fx.Node:
-    """The blocks at ``place`` of every slot. They replace ``old``, the gradient of one table's result."""
+    """The blocks at ``place`` of every slot, in place of ``old``, the gradient of one table's result."""
     blocks = emit.reshape(buffer, [emit.world_size, nodes.count, nodes.block_size])
     table: Any = emit.narrow(blocks, 1, place, 1)
     own = Layout(nodes.block.refined().dims)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of schedule ``small_message``. Measured: 4 to 11 us for 1 to 128 rows of 8192 elements on 2 H200s
+"""Estimates of schedule ``small_message``. 1 to 128 rows of 8192 elements took 4 to 11 us on 2 H200s
 (bench/results/small_message.jsonl)."""
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ COST = SmallMessageCost()
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of the matmul and of the small all-reduce that follows. The all-reduce is one-shot or two-shot
-    (``kernels.small_message``), whichever is faster."""
+    """Seconds of the matmul and of the all-reduce after it: one-shot or two-shot (``kernels.small_message``), whichever
+    is faster."""
     one_shot = sizes.bytes_sent * sizes.world_size / COST.push_bytes
     two_shot = 2 * sizes.bytes_sent / COST.push_bytes + COST.leg_seconds
     return matmul_seconds(sizes, machine) + COST.seconds + min(one_shot, two_shot)
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether a small message is estimated to be more than 5 % faster than ``keep``. The GPUs must reach each other's
-    memory."""
+    """Whether a small message is estimated to be more than 5 % faster than ``keep``."""
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     return seconds(sizes, machine) * MARGIN < keep

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``small_message`` launches one kernel after an ordinary matmul, on the current stream.
 
-Each function is the host's part of the kernel, or of a matmul and the kernel. At a site's first call of a shape, the
-function checks the kernel's limits and prepares the kernel. Later calls only check the tensors and launch. If a call is
-replayed (``runtime.replay``), matmul and kernel are one CUDA graph. The function never waits for the device. It
-allocates its results, and the matmul's result if the call is not replayed. In a group that was aborted it launches
-nothing.
+The first call of a shape checks the limits and prepares the kernel. Later calls only launch; a replayed call
+(``runtime.replay``) launches matmul and kernel as one CUDA graph. No call waits for the device.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.call_arguments import call_arguments
 
 VARYING = ("product", "out", "residual", "residual_out", "weight")
-"""The kernels' parameters that differ from launch to launch, in the order in which ``_run`` passes them."""
+"""The kernels' parameters that differ from launch to launch, in the order of ``_run``."""
 
 
 def all_reduce(
@@ -39,8 +36,8 @@ def all_reduce(
     average: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum over ranks of ``product [M, N]``, or the mean (``average``). It is summed in fp32 and rounded once, to
-    the same bits on all ranks.
+    """The sum over ranks of ``product [M, N]``, or the mean (``average``). Summed in fp32 and rounded once, to the same
+    bits on all ranks.
 
     Args:
         product: fp16 or bf16, contiguous and aligned to 16 bytes.
@@ -88,9 +85,8 @@ def all_reduce_norm(
     """``(normed, residual_out)``, both ``[M, N]``: ``residual_out = residual + all_reduce(product)``, and ``normed`` is
     the RMSNorm of ``residual_out`` times ``weight [N]``. ``out``: tensors for both results.
 
-    Each step is rounded to the dtype of ``product``, as in a model that computes op by op. The steps are the sum over
-    ranks, the sum with the residual, the normed row, and its product with ``weight``. The norm itself is computed in
-    fp32 (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, section 3).
+    Each step is rounded to the dtype of ``product``, as in a model that computes op by op. The norm itself is computed
+    in fp32 (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, section 3).
 
     Raises:
         UnsupportedError, TransferError: as ``all_reduce``.
@@ -143,11 +139,11 @@ def _behind_matmul(
     constant: float,
     start: Callable[[torch.Tensor], None],
 ) -> None:
-    """Run the vendor's matmul, then ``start`` with its product, or replay both. ``constant``, ``others``, ``results``:
-    what ``start`` also reads or writes."""
-    # The key holds only the addresses of the results. They are contiguous, and the operands determine their sizes.
+    """Run the vendor's matmul, then ``start`` with its product, or replay both. ``start`` also reads or writes
+    ``constant``, ``others`` and ``results``."""
+    # The operands determine everything about the results but their addresses.
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
-    # The vendor's library copies a bias into the product, then adds the matmul. It copies no other operand.
+    # The vendor's library copies only the bias: into the product, before it adds the matmul.
     copied = [] if bias is None else [bias]
     launched(
         launch,
@@ -202,7 +198,7 @@ def _prepare(
             f" {threads} threads can wait for; use wider segments"
         )
     launch.check_room(*needed(p, world_size, rows, columns, itemsize))
-    # The slot is halved, not the bytes that this call needs: all calls must use the same halves.
+    # All calls must use the same halves, so the slot is halved, not the bytes that this call needs.
     half = slot.nbytes // 256 * 128
     kernel = two_shot if p.two_shot else one_shot
     fixed = {

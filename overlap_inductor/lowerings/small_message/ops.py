@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of schedule ``small_message``: a vendor matmul, then one kernel that sums the matmul's result over the ranks.
-In one of the ops, the kernel also computes the residual add and the RMSNorm that follow.
+"""The ops of schedule ``small_message``: a vendor matmul, then one kernel that sums its result over the ranks. One op's
+kernel also computes the residual add and the RMSNorm that follow.
 
 Shapes: ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``, ``residual [M, N]``, ``weight [N]``; results ``[M, N]``. All ops
-return the chain's next token last. ``settings`` is JSON text of those ``SmallParameters`` that the plan fixes; each
-call's size decides the others.
+return the chain's next token last. ``settings`` is JSON text of the ``SmallParameters`` that the plan fixes. A call's
+size decides the others.
 
-A call runs the plain collective instead of the kernel in any of these cases:
-
-- The call has no rows.
-- The call is larger than a small message.
-- The group has no workspace left for the call (``runtime.workspace`` logs this).
-
-The op without a norm may be given a schedule ``beyond``. In the cases above it then runs that schedule's op instead of
-the plain collective. All ranks make the same choice, because rows and workspace are the same on all ranks.
+A call does not run the kernel if it has no rows, is larger than a small message, or gets no workspace. Then it runs the
+op of schedule ``beyond``, or the plain collective if there is none. Rows and workspace are equal on all ranks, so all
+ranks choose alike.
 """
 
 from __future__ import annotations
@@ -40,8 +35,7 @@ def _ready(
 ) -> tuple[Launch, SmallParameters] | None:
     """Where and how the site's kernel runs, or ``None`` if this call does not run it."""
     rows, columns = lhs.shape[0], rhs.shape[1]
-    # (A slot may be larger than its site asked for, so a call that is too large for the kernel may fit into the slot.
-    # Such a call is refused by its size.)
+    # Checked by size, because a call that is too large for the kernel may still fit into the slot.
     if rows == 0 or why_not(lhs.dtype, group.size(), rows, columns) is not None:
         return None
     sizes, place = (group.size(), rows, columns, lhs.element_size()), workspace_of(group, lhs.device)
@@ -94,8 +88,8 @@ def _matmul_all_reduce_fake(
     return lhs.new_empty(lhs.shape[0], rhs.shape[1]), chain.new_empty(1)
 
 
-# ``beyond`` and ``beyond_settings``: the schedule whose op runs the calls that the kernel does not run, and the
-# settings of that op. Without ``beyond``, these calls run the plain collective.
+# ``beyond``: the schedule whose op runs the calls that the kernel does not run. ``beyond_settings``: that op's
+# settings.
 define(
     "small_message_matmul_all_reduce(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, str settings, str reduce_op,"
     " str group_name, str site, str beyond='', str beyond_settings='') -> (Tensor, Tensor)",

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of schedule ``small_message`` that need no GPU: its parameters, its limits, and the workspace that a call
-needs. This module does not import Triton."""
+"""Parameters, limits and workspace of schedule ``small_message``. This module does not import Triton."""
 
 from __future__ import annotations
 
@@ -14,31 +13,29 @@ import torch
 from overlap_inductor.runtime.arena import HALVES
 
 LEG_BYTES = 650_000
-"""Bytes that a GPU sends to its peers in the fixed time of a second leg, about 2 us (4 and 8 H200s,
+"""Bytes that a GPU sends in the fixed time of a second leg, about 2 us (4 and 8 H200s,
 bench/results/small_message.jsonl)."""
 LIMIT_BYTES = 8 << 20
-"""Bytes of the largest all-reduce. For larger ones, schedules that hide transfers behind the matmul are faster."""
+"""Bytes of the largest all-reduce. For larger ones, schedules that hide transfers are faster."""
 MOST_COLUMNS = 16384
 """Elements of the longest row that a block normalises in its registers."""
 SHORT_ROW = 8192
-"""Elements of the longest row for which blocks of four warps are used."""
+"""Elements of the longest row with blocks of four warps."""
 MOST_RANKS = 16
-"""Ranks of the largest group: one block waits for the flags of all ranks."""
+"""Largest group: one block waits for the flags of all ranks."""
 BLOCKS = 128
-"""Segments are halved as long as the halves need at most this many blocks (about one for each SM), and are not narrower
-than a smallest width (``settings_for``). The extra blocks of a two-shot norm are not counted."""
+"""Segments are halved while this needs at most this many blocks (about one for each SM), down to a smallest width."""
 
 
 @dataclass(frozen=True, eq=False)
 class SmallParameters:
-    """The tunable parameters. Objects of this class are compared by identity, because they are part of a key that is
-    looked up at every call. ``parameters_of`` makes only one object for the same settings and size.
+    """The tunable parameters, compared by identity like ``FusedParameters``.
 
     Attributes:
         two_shot: each row is summed by its owner, who sends the sum. Otherwise every rank sums every row.
         segment: columns that a block sends, a power of two.
         warps: warps of a block.
-        replays: repeated calls, matmul included, are one launch of a CUDA graph (``runtime.replay``).
+        replays: a repeated call, matmul included, is one launch of a CUDA graph (``runtime.replay``).
     """
 
     two_shot: bool
@@ -50,15 +47,14 @@ class SmallParameters:
 def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dict[str, Any]:
     """The parameters for ``rows`` rows of ``columns`` elements of ``itemsize`` bytes.
 
-    From each GPU, one-shot sends ``bytes * (W - 1)``, and two-shot sends ``2 * bytes * (W - 1) / W``. Two-shot pays if
-    the additional bytes of one-shot would take longer than the fixed time of the second leg.
+    Each GPU sends ``bytes * (W - 1)`` in one-shot, and ``2 * bytes * (W - 1) / W`` in two-shot. Two-shot pays if the
+    additional bytes of one-shot take longer than the fixed time of the second leg.
     """
     two_shot = rows * columns * itemsize * (world_size - 1) * (world_size - 2) > world_size * LEG_BYTES
     width = max(_power_of_two(columns), 256)
-    # A block of two-shot holds a segment for each peer. With many peers, narrower segments and smaller blocks are
-    # faster (by 2 us on 8 H200s; on 4 they are 1 us slower).
+    # A block of two-shot holds a segment for each peer. With many peers, smaller blocks are faster (2 us on 8 H200s).
     small_blocks = two_shot and world_size > 4 and columns <= SHORT_ROW
-    # A thread stores 16 bytes: in a narrower segment, some threads would have nothing to store.
+    # A thread stores 16 bytes. In a narrower segment, some threads would have nothing to store.
     narrowest = 32 * (4 if small_blocks else 8) * 16 // itemsize
     units = -(-rows // world_size) if two_shot else max(rows, 1)
     segment = width
@@ -75,15 +71,14 @@ def parameters_of(settings: str, world_size: int, rows: int, columns: int, items
 
 
 def needed_up_to(settings: str, world_size: int, rows: int, columns: int, itemsize: int) -> tuple[int, int, str]:
-    """``needed`` for a site with calls of 1 to ``rows`` rows. (One-shot of fewer rows may need more than two-shot of
-    more rows.)"""
+    """``needed`` for calls of 1 to ``rows`` rows. (One-shot of fewer rows may need more than two-shot of more rows.)"""
     sizes = columns, itemsize
     needs = [needed(parameters_of(settings, world_size, m, *sizes), world_size, m, *sizes) for m in range(1, rows + 1)]
     return max(n[0] for n in needs), max(n[1] for n in needs), HALVES
 
 
 def units(parameters: SmallParameters, world_size: int, rows: int, columns: int) -> int:
-    """Number of segments that a rank signals to each peer, in each leg."""
+    """Segments that a rank signals to each peer, in each leg."""
     return (-(-rows // world_size) if parameters.two_shot else rows) * -(-columns // parameters.segment)
 
 

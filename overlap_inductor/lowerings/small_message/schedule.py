@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``small_message`` for a site: an all-reduce of few tokens. If the token count is static, the kernel can also
-compute the residual add and the RMSNorm that follow (``_norm``)."""
+"""Schedule ``small_message``: an all-reduce of few tokens becomes one op. With a static token count, the kernel can
+also compute the residual add and the RMSNorm that follow (``_norm``)."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports import sm_push
 
 SETTINGS = "{}"
-"""Settings that fix no parameter: the size of each call decides all of them."""
+"""Settings that fix no parameter: the size of each call decides all."""
 ONE_BY_ONE = '{"replays": false}'
 
 
 class SmallMessageSchedule:
-    """See ``SiteSchedule``. The matmul stays the vendor's. If the token count is dynamic, calls with more rows than the
-    largest small message run the plain collective, or another schedule's op (``beyond``: its name and settings)."""
+    """See ``SiteSchedule``. The matmul stays the vendor's. With a dynamic token count, calls with too many rows for a
+    small message run the plain collective, or another schedule's op (``beyond``: its name and settings)."""
 
     name = "small_message"
     transports = (sm_push.NAME,)
@@ -116,19 +116,18 @@ class SmallMessageSchedule:
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
         most = _most_rows(site)
-        # If the number of rows is dynamic, only the largest small message is estimated. If the kernel pays there, it
-        # also pays for fewer rows, because the plain collective has a larger fixed cost than the kernel. (This holds
-        # for the machine facts of this package.)
+        # With dynamic rows, only the largest small message is estimated. For fewer rows the kernel pays all the more,
+        # because the plain collective has the larger fixed cost.
         scale = 1.0 if isinstance(site.nodes.tokens, int) else most / max(hint(site.nodes.tokens), 1)
         return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site, config)) else None
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> list[PlanPiece]:
-        """Small messages serve calls of few tokens, whatever the size of the example inputs. The other schedule serves
-        the larger token counts of its own plan. Counts that neither plan serves run ``keep``."""
+        """Small messages serve calls of few tokens, whatever the example's size. The other schedule serves the larger
+        token counts of its own plan. Other counts run ``keep``."""
         return _joined(own[0], others[0]) if others else own
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Does nothing: each call is one node, so the graph's budget of nodes does not matter."""
+        """Does nothing: each call is one node."""
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request:
         rows, (columns, like) = site.nodes.tokens, _columns(site)
@@ -187,8 +186,8 @@ class SmallMessageSchedule:
 
 
 def _joined(small: PlanPiece, large: list[PlanPiece]) -> list[PlanPiece]:
-    """A plan with ``small`` for few tokens, then the overlapped piece of ``large``. Token counts between the two run
-    ``keep``. One op serves the whole plan."""
+    """A plan with ``small`` for few tokens, then the overlapped piece of ``large``, and ``keep`` between them. One op
+    serves the whole plan."""
     moving = next(p for p in large if p.schedule != "keep")
     most = small.tokens[1] or 0
     first = max(moving.tokens[0], most + 1)
@@ -217,13 +216,13 @@ def _most_rows(site: OverlapSite) -> int:
 
 
 def _norm(site: OverlapSite) -> NormEpilogue | None:
-    """The norm that the kernel also computes, or ``None``. It is ``None`` if the token count is dynamic: calls beyond
-    the kernel's limit would compute the norm op by op, without Inductor's fusion."""
+    """The norm that the kernel also computes, or ``None``. With a dynamic token count there is none: calls beyond the
+    kernel's limit would compute the norm op by op."""
     nodes = nodes_of(site, ReduceNodes)
     if len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(site.nodes.tokens, int):
         return None
     norm = find_norm(nodes.result)
-    # A residual that is a collective's result is refused, because that collective's own site may take the norm.
+    # If the residual is a collective's result, that collective's own site may take the norm.
     if (
         norm is None
         or collectives.is_a_wait(norm.residual)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of schedule ``wave_groups``. The constants in ``COSTS`` were measured on 2 H200s without peer access
+"""Estimates of schedule ``wave_groups``. ``COSTS`` was measured on 2 H200s without peer access
 (bench/results/operators_without_peers.jsonl). The defaults of ``WaveCost`` were not measured."""
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class WaveCost:
     """Constants of groups of waves.
 
     Attributes:
-        efficiency: speed of matmul and collective while both run, relative to their speed when they run alone.
-        groups: number of groups that a call is assumed to be cut into.
-        ranks: number of ranks of the largest process group that was measured; 0: none was measured.
+        efficiency: speed of matmul and collective side by side, relative to their speed alone.
+        groups: groups that a call is assumed to be cut into.
+        ranks: ranks of the largest process group measured; 0: none.
     """
 
     efficiency: float = 0.85
@@ -35,12 +35,11 @@ COSTS = {WITHOUT_PEERS: WaveCost(efficiency=0.95, ranks=2)}
 
 
 def cost_on(machine: Machine) -> WaveCost:
-    """The constants for ``machine``."""
     return COSTS.get(machine.name, WaveCost())
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of a matmul with a collective for each group of its waves. The matmul has fewer SMs, and the last group's
+    """Seconds of a matmul with a collective for each group of its waves. The matmul has fewer SMs, and the last
     collective is exposed."""
     cost = cost_on(machine)
     matmul = matmul_seconds(sizes, machine) / cost.efficiency
@@ -50,8 +49,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether groups of waves are estimated to be more than 5 % faster than ``keep``. In process groups larger than
-    those measured, it must be more than 25 %. A matmul of fewer tiles than ``machine.least_tiles`` never pays."""
+    """Whether groups of waves are estimated to be more than 5 % faster than ``keep``, or 25 % in process groups larger
+    than those measured. A matmul of fewer than ``machine.least_tiles`` tiles never pays."""
     if sizes.tiles < machine.least_tiles:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups`` runs a matmul on the current stream. While the matmul runs, the schedule starts a collective
-for each group of the matmul's waves (FlashOverlap, arXiv 2504.19519).
+"""Schedule ``wave_groups`` runs a matmul on the current stream. A collective for each group of the matmul's waves runs
+beside it (FlashOverlap, arXiv 2504.19519).
 
-A site's first call plans the site, on all ranks of the process group together. The collective's curve (its seconds by
-bytes) is measured once for each process group, transport and kind of collective. The matmul is timed with each number
-of free SMs in ``WaveParameters.free``. For each of these numbers, the predictor partitions the matmul's bands, and the
-whole call is timed. The plan of the fastest call is kept. All ranks use the measurements of the process group's first
-rank. Sites share a plan if their matmuls have the same sizes, layouts and dtype on that rank, and if all
-or none of them have a bias. The inner size and the bias may differ on other ranks: a partition cuts rows, and all ranks
-have the same number of rows.
+Planning. All ranks plan a site together at its first call, with the first rank's measurements:
 
-The first call also loads every kernel before any of them waits. The reason is that loading a module waits for the
-device, which may be running a kernel that itself waits. (A matmul with another inner size or bias may need another
-kernel. Its first launch loads this kernel, before any kernel of the same call waits.)
+1. Measure the collective's curve (seconds by bytes), once for each process group, transport and kind of collective.
+2. Time the matmul with each number of free SMs in ``WaveParameters.free``.
+3. For each of these numbers, partition the matmul's bands (``best_partition``), and time the whole call. Keep the
+   fastest.
+
+Sites whose matmuls look alike on the first rank share a plan. Other ranks may have another inner size or bias there,
+because a partition cuts only rows.
+
+Loading. Loading a module waits for the device, where a kernel may be waiting. So the first call loads every kernel
+before any of them waits. A matmul of another inner size or bias is loaded before any kernel of its call waits.
 """
 
 from __future__ import annotations
@@ -57,10 +58,9 @@ from overlap_inductor.transports.transport import WholeCollectives
 TABLE_WORDS = 32
 """int32 words of one partition in the GPU's memory: ``MAX_GROUPS + 1``, padded to 128 bytes."""
 TABLES = 4096
-"""Largest number of partitions that all plans of a process group have together. A plan has one for each number of
-``WaveParameters.free``, and one for the matmul alone."""
+"""Largest number of partitions of a process group."""
 POISONED_AT_ONCE = 256
-"""Elements that the waiting kernel's warp overwrites at once if the group was aborted: 16 bytes for each thread."""
+"""Elements that the waiting warp overwrites at once after an abort: 16 bytes for each thread."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,17 @@ class WavePlan:
 
 @dataclass
 class GroupWaves:
-    """What the calls of one process group share on one device.
+    """What the calls of one process group share on one device. ``chosen`` and ``first_ranks`` have the same keys on all
+    ranks, so all ranks decide together.
 
     Attributes:
-        place: the group's workspace.
         queue, counters: see ``kernels.wave_groups``; zero between calls.
         tables: int32 ``[TABLES, TABLE_WORDS]`` on the device; the first ``used`` are taken.
-        curves: measured curves, by the transport's name and the collective: all-reduce (``False``) or reduce-scatter
-            (``True``).
-        chosen: plans, by the sizes that the group's first rank multiplies.
-        first_ranks: ``{facts that all ranks know of a site: key of the site's plan in chosen}``. ``chosen`` and
-            ``first_ranks`` have the same keys on all ranks, so all ranks decide together, or none does.
+        curves: measured curves, by transport and by whether the collective is a reduce-scatter.
+        chosen: plans, by the sizes that the first rank multiplies.
+        first_ranks: ``{facts that all ranks know of a site: key of the site's plan in chosen}``.
         plans: plans, by site and by the sizes that this rank multiplies there.
+    DELETE
     """
 
     place: GroupWorkspace
@@ -107,7 +106,7 @@ class GroupWaves:
     plans: dict[Hashable, WavePlan] = field(default_factory=dict)
 
     def table(self, partition: tuple[int, ...]) -> torch.Tensor:
-        """The next free row of ``tables``, with ``partition`` in it. Raises ``OverlapError`` if all rows are taken."""
+        """The next free row of ``tables``, filled with ``partition``. Raises ``OverlapError`` if all rows are taken."""
         if self.used == TABLES:
             raise OverlapError(
                 f"schedule wave_groups has filled all {TABLES} tables of group {self.place.group.group_name!r}, because"
@@ -120,7 +119,6 @@ class GroupWaves:
         return row
 
     def curve(self, transport: WholeCollectives, scatters: bool, like: torch.Tensor) -> Curve:
-        """The curve of a collective of the group, measured at the first call."""
         key = transport.name, scatters
         if key not in self.curves:
             self.curves[key] = Curve(collective_times.measured_curve(transport, scatters, like, self.place.group))
@@ -128,10 +126,10 @@ class GroupWaves:
 
 
 def waves_of(group: dist.ProcessGroup, device: torch.device) -> GroupWaves:
-    """What ``group`` shares on ``device``, made on first use by all ranks of the group together.
+    """What ``group`` shares on ``device``. All ranks of the group make it together, on first use.
 
     Raises:
-        OverlapError: the state would have to be made while a CUDA graph is captured, or the group was destroyed.
+        OverlapError: it would be made while a CUDA graph is captured, or the group was destroyed.
     """
     return _WAVES.of(group, device)
 
@@ -182,26 +180,23 @@ class Call:
 
     @property
     def shards(self) -> int:
-        """Number of shards of the result: one for each rank (reduce-scatter), or one (all-reduce)."""
+        """Shards of the result: one for each rank (reduce-scatter), or one (all-reduce)."""
         return self.group.size() if self.scatters else 1
 
     @property
     def rows(self) -> int:
-        """Rows of a shard."""
         return self.a.shape[0] // self.shards
 
     @property
     def bands(self) -> int:
-        """Number of bands of a shard."""
         return -(-self.rows // self.parameters.block_m)
 
     @property
     def tiles(self) -> int:
-        """Number of tiles of a band in all shards."""
+        """Tiles of a band in all shards."""
         return self.shards * -(-self.b.shape[1] // self.parameters.block_n)
 
     def blocks(self, free: int) -> int:
-        """Blocks of the matmul's grid if ``free`` SMs are left free."""
         return max(1, min(self.parameters.blocks - free, self.bands * self.tiles))
 
     def multiply(self, free: int, table: torch.Tensor, groups: int) -> torch.Tensor:
@@ -278,38 +273,37 @@ class Call:
                         piece = c[top * self.shards : bottom * self.shards]
                         transport.reduce_rows(result[top:bottom] if self.scatters else piece, piece, self.group)
         except BaseException:
-            # A counter that no kernel waited for is not set back to zero. It would let a later call's collective start
-            # too early. (In a capture nothing has run.)
+            # A counter that no kernel waited for stays set, and a later call's collective would start too early. (A
+            # capture runs nothing.)
             if not captured:
                 self.waves.place.faults.abort()
             raise
         return result
 
     def plan(self) -> WavePlan:
-        """How this call runs, decided at the first call of its sizes by all ranks together.
+        """How this call runs. All ranks decide it together at the first call of its sizes.
 
         Raises:
-            OverlapError: the plan would have to be made while a CUDA graph is captured, the given partition does not
-                fit, or all rows of ``GroupWaves.tables`` are taken.
+            OverlapError: the plan would be made while a CUDA graph is captured, the given partition does not fit, or
+                all rows of ``GroupWaves.tables`` are taken.
         """
         agreed = (self.site, self.scatters, self.a.shape[0], self.b.shape[1], self.a.dtype, self.parameters)
         own = (self.b.shape[0], *self.b.stride(), self.bias is None)
         known = self.waves.plans.get((agreed, own))
         if known is None:
-            # (In a capture this is an error even if the ranks have decided already: a kernel for another inner size or
-            # bias may still have to be loaded.)
+            # Even if the ranks have decided already, a kernel for another inner size or bias may still have to be
+            # loaded.
             _not_in_a_capture(f"site {self.site}")
             known = self.waves.plans[agreed, own] = self._agreed_plan(agreed, own)
         return known
 
     def _agreed_plan(self, agreed: tuple[Hashable, ...], own: tuple[int, ...]) -> WavePlan:
-        """The plan of all ranks for a call. ``agreed`` is the same on all ranks; ``own`` may differ from rank to
-        rank."""
+        """The plan of all ranks for a call. ``agreed`` is equal on all ranks; ``own`` may differ."""
         waves = self.waves
         known = waves.first_ranks.get(agreed)
         if known is None:
             first = collective_times.of_first_rank([float(number) for number in own], self.group, self.a.device)
-            # (The key leaves out the site: a measurement at one site serves all sites of the same sizes.)
+            # The key has no site, so one measurement serves all sites of the same sizes.
             known = (*agreed[1:], *first)
             if known not in waves.chosen:
                 waves.chosen[known] = self._choose()
@@ -336,15 +330,12 @@ class Call:
         return plans[seconds.index(min(seconds))]
 
     def first_rank_seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
-        """Seconds of each call as the group's first rank measured them. ``calls``: the longest first.
-
-        All ranks do this together.
-        """
+        """Seconds of each call on the group's first rank. ``calls``: the longest first. All ranks do this together."""
         seconds = collective_times.seconds_of(calls, self.a.device)
         return collective_times.of_first_rank(seconds, self.group, self.a.device)
 
     def as_waves(self, free: int, matmul_seconds: float) -> Waves:
-        """The call as the predictor sees it. Its matmul takes ``matmul_seconds`` with ``free`` SMs left free."""
+        """The call as the predictor sees it, if its matmul takes ``matmul_seconds`` with ``free`` SMs left free."""
         blocks = self.blocks(free)
         waves = -(-self.bands * self.tiles // blocks)
         row_bytes = self.b.shape[1] * self.a.element_size() * self.shards
@@ -382,8 +373,7 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     average: bool = False,
 ) -> torch.Tensor:
-    """``all_reduce(a @ b + bias)`` with any number of rows. Otherwise as ``matmul_reduce_scatter``; returns ``[M,
-    N]``."""
+    """``all_reduce(a @ b + bias)`` as ``matmul_reduce_scatter``, but with any number of rows. Returns ``[M, N]``."""
     return _checked(a, b, group, parameters, site, bias, average, False)
 
 
@@ -400,7 +390,7 @@ def _checked(
     check_operands(a, b, bias)
     if scatters and a.shape[0] % group.size():
         raise UnsupportedError(f"{a.shape[0]} rows cannot be cut into {group.size()} equal shards")
-    # (One thread at a time, on every rank: the call may make state that the group shares, or plan a site.)
+    # One thread at a time on every rank, because the call may make shared state or plan a site.
     with call_order(a.device):
         waves = waves_of(group, a.device)
         waves.place.faults.check()

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``wave_groups``: one functional op for each site runs one matmul and a few ordinary collectives.
 
-Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``, fp16 or bf16. The result is
-``[M, N]``, or ``[M / W, N]`` for a reduce-scatter. The chain's next token comes last. ``settings`` is JSON text of
-``WaveParameters`` without ``blocks``. A call without rows runs the plain matmul and collective. All ranks do so in the
-same call, because all have the same number of rows.
+Shapes (W ranks, this rank's view): ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``, fp16 or bf16. The result is ``[M,
+N]``, or ``[M / W, N]`` for a reduce-scatter. The chain's next token comes last. ``settings`` is JSON text of
+``WaveParameters`` without ``blocks``. A call without rows runs the plain matmul and collective, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from overlap_inductor.torch_compat.memory import token_like
 
 
 def _define(pattern: str, keeps_rows: bool) -> None:
-    """Define op ``wave_groups_<pattern>``, which returns ``(result, token)``. It calls the functions of ``reference``
-    and of ``wave_groups.launch`` that have the pattern's name. ``keeps_rows``: the result has as many rows as
-    ``lhs``."""
+    """Define op ``wave_groups_<pattern>``, which returns ``(result, token)``. ``keeps_rows``: the result has as many
+    rows as ``lhs``."""
 
     def implementation(
         chain: torch.Tensor,

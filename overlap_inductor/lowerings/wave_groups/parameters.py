@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of schedule ``wave_groups`` that need no GPU: its parameters, and which waves of a matmul share a
-collective. This module does not import Triton.
+"""Parameters of schedule ``wave_groups`` (``one_op.schedule.OpPlan``), and which waves of a matmul share a collective.
+This module does not import Triton.
 
-A matmul's tiles finish in waves, one band of rows after the other. A *group* is a run of neighbouring bands with one
-collective of its own. The predictor is FlashOverlap's (arXiv 2504.19519, algorithm 1). A group's collective starts when
-the group's tiles are stored and the previous group's collective has ended. The collective's seconds are read from a
-measured curve, by its bytes. ::
+A matmul's tiles finish in waves, one band of rows after the other. A *group* is a run of neighbouring bands with a
+collective of its own. The predictor is FlashOverlap's (arXiv 2504.19519, algorithm 1). A collective starts when its
+group's tiles are stored and the previous collective has ended. Its seconds come from a measured curve, by its bytes. ::
 
     matmul        | group 0 | group 1      | group 2      |
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
-The paper searches all ``2 ** (T - 1)`` partitions of ``T`` waves, and prunes if ``T`` is large. Here the search is
-dynamic programming over (groups, bands) (``best_partition``). It finds the best of all partitions that ``partitions``
-lists. It can, because a collective never ends later if the collective before it ends earlier. So the best partition of
-the first bands does not depend on the bands after them.
+The paper searches all partitions of the waves. Here the search is dynamic programming over (groups, bands), and finds
+the best of all ``partitions``. The reason: if a collective ends earlier, no later one ends later. So the best partition
+of the first bands does not depend on later bands.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from overlap_inductor.transports.transport import WholeCollectives
 MAX_GROUPS = 16
 """Largest number of groups of one call: each group has a counter and costs two launches."""
 MAX_UNITS = 32
-"""The search cuts only between units. A unit has one or more waves, and there are at most this many units."""
+"""Largest number of units. The search cuts only between units, and a unit has one or more waves."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,9 @@ class WaveParameters:
 
     Attributes:
         blocks: SMs of the device.
-        free: numbers of SMs to leave to the collectives. A site's first call tries all, and the fastest is kept.
+        free: numbers of SMs to leave to the collectives. A site's first call tries all and keeps the fastest.
         partition: first band of each group, then the number of bands: ``(0, 3, 8)``. ``None``: the predictor's choice.
-        halves: tiles are stored in two halves. This leaves shared memory for one more stage.
+        halves: store tiles in two halves, which leaves shared memory for one more stage.
         transport: name of the ``WholeCollectives`` transport; empty: the first one.
     """
 
@@ -63,24 +61,19 @@ class WaveParameters:
 
 
 def transports_of(pattern: str) -> tuple[str, ...]:
-    """The transports that a user may choose for ``pattern``."""
     return names_of(WholeCollectives)
 
 
 def automatic(pattern: str) -> tuple[str, ...]:
-    """The transport that ``auto`` takes."""
     return transports_of(pattern)[:1]
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    """Parameters for the plan: the transport, if it is not the one that ``auto`` takes. ``free`` and ``partition`` are
-    chosen by measurements at a site's first call."""
     return {} if transport in ("auto", *automatic(pattern)) else {"transport": transport}
 
 
 @functools.cache
 def parameters_of(settings: str, blocks: int) -> WaveParameters:
-    """The parameters of a plan's ``settings`` (JSON text) on a device of ``blocks`` SMs."""
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(settings).items()
     }
@@ -89,12 +82,8 @@ def parameters_of(settings: str, blocks: int) -> WaveParameters:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a collective by its bytes: measured ``points``, and between two of them a straight line on logarithmic
-    scales of bytes and seconds.
-
-    Below the first point a collective takes as long as at the first point. Beyond the last point it has the bandwidth
-    of the last point.
-    """
+    """Seconds of a collective by its bytes. Between two measured ``points``, a straight line on logarithmic scales of
+    bytes and seconds. Below the first point, its seconds. Beyond the last point, its bandwidth."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -110,11 +99,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Waves:
-    """A matmul as the predictor sees it.
+    """A matmul as the predictor sees it. Bands are assumed to finish one after the other.
 
     Attributes:
-        bands: bands of ``block_m`` rows of a shard. Bands are assumed to finish one after the other. A band finishes
-            when its tiles in all shards are stored.
+        bands: bands of ``block_m`` rows of a shard. A band finishes when its tiles in all shards are stored.
         tiles: tiles of a band in all shards.
         blocks: tiles that are multiplied at the same time.
         seconds: seconds of a wave of ``blocks`` tiles.
@@ -140,7 +128,7 @@ class Waves:
 
 
 def predicted(partition: tuple[int, ...], waves: Waves, curve: Curve) -> float:
-    """Predicted seconds until the last collective has ended."""
+    """Seconds until the last collective has ended."""
     end = 0.0
     for first, last in itertools.pairwise(partition):
         end = max(end, waves.done(last)) + curve.seconds(waves.nbytes(first, last))
@@ -149,7 +137,7 @@ def predicted(partition: tuple[int, ...], waves: Waves, curve: Curve) -> float:
 
 def cuts(waves: Waves) -> tuple[int, ...]:
     """Where groups may begin and end: after the last band that each wave completes. If there are more than
-    ``MAX_UNITS`` waves, several waves count as one."""
+    ``MAX_UNITS`` waves, several count as one."""
     total = -(-waves.bands * waves.tiles // waves.blocks)
     unit = -(-total // MAX_UNITS) * waves.blocks
     inside = {end // waves.tiles for end in range(unit, waves.bands * waves.tiles, unit)}
@@ -157,8 +145,8 @@ def cuts(waves: Waves) -> tuple[int, ...]:
 
 
 def best_partition(waves: Waves, curve: Curve, groups: int = MAX_GROUPS) -> tuple[int, ...]:
-    """The partition into at most ``groups`` groups that is predicted to end first. If several partitions end first, one
-    with the fewest groups is returned."""
+    """The partition into at most ``groups`` groups that is predicted to end first; of several, one with the fewest
+    groups."""
     at = cuts(waves)
     seconds = [[curve.seconds(waves.nbytes(f, e)) if f < e else 0.0 for e in at] for f in at]
     # ends[j]: the earliest end of the collectives of all bands before cut j, and the partition that reaches it.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check whether a stretch may be rewritten, with an ordered list of small checks. (``passes.check`` does the same for
-sites.)
+"""Check whether a stretch may be rewritten, with an ordered list of small checks.
 
-Each check has a reason code. To refuse a stretch, the check returns a sentence that names the refused values.
-Otherwise it returns ``None``. A check changes nothing, and reads only facts that are the same on all ranks.
+Each check has a reason code. It returns a sentence that names the values it refuses, or ``None``. A check reads only
+facts that are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ NEEDED = ("all_gather_matmul", "matmul_reduce_scatter")
 
 @dataclass(frozen=True)
 class Context:
-    """What the checks read in addition to the stretch. ``refusal``: the reason why this compile cannot hold overlap
-    ops, or ``None``."""
+    """What the checks read in addition to the stretch. ``refusal``: why this compile cannot hold overlap ops, or
+    ``None``."""
 
     config: OverlapConfig
     refusal: str | None
@@ -36,7 +35,7 @@ CHECKS: list[tuple[str, Check]] = []
 
 
 def check(code: str) -> Callable[[Check], Check]:
-    """Register a check under its reason code. Checks run in the order of this file."""
+    """Register a check under its reason code."""
 
     def register(function: Check) -> Check:
         CHECKS.append((code, function))
@@ -46,7 +45,7 @@ def check(code: str) -> Callable[[Check], Check]:
 
 
 def refuse(stretch: Stretch, context: Context) -> Reason | None:
-    """The reason why ``stretch`` must stay as written, or ``None``."""
+    """Why ``stretch`` must stay as written, or ``None``."""
     for code, function in CHECKS:
         if (text := function(stretch, context)) is not None:
             return Reason(code, text)

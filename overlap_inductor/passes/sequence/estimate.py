@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimate the time of a stretch as written and as rewritten, each with the plan that the overlap pass would choose.
 
-The rewrite alone costs time, because two collectives replace one. The rewrite pays only if the overlap pass hides these
-two. So the graph as written and the rewritten graph are planned as the overlap pass would plan them. For each stretch,
-in each of the two graphs::
+The rewrite replaces one collective by two, so it pays only if the overlap pass hides them. For each stretch, as written
+and as rewritten (W ranks)::
 
     exposed = sum(time of an overlapped site - time of its matmuls) + sum(time of any other collective)
-    pays    = matmuls + exposed as written  >  MARGIN * (matmuls + exposed rewritten)
-
-Both sides also include the token-wise work, which the rewrite reduces to 1/W (W: number of ranks). This work is
-estimated from the bytes that the stretch reads and writes.
+    time    = matmuls + exposed + token-wise work           # rewritten: 1/W of this work
+    pays    = time as written  >  MARGIN * time as rewritten
 """
 
 from __future__ import annotations
@@ -33,17 +30,16 @@ from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import DecidedSite
 
 MARGIN = 1.02
-"""With ``sequence_parallel=auto``, a stretch is rewritten only if the estimated time as written is more than this many
-times the estimated time as rewritten."""
+"""With ``sequence_parallel=auto``, the estimated time as written must be more than this many times the time as
+rewritten."""
 PASSES = 4
-"""How many times a tensor of the all-reduce's size is read or written for each all-reduce. The residual is read and
-written, the all-reduce's result is read, and the norm's result is written. Inductor fuses the rest."""
+"""How many times token-wise work reads or writes a tensor of the all-reduce's size: the residual twice, the
+all-reduce's result and the norm's result once. Inductor fuses the rest."""
 
 
 @dataclass
 class Cost:
-    """Seconds of one stretch: the matmuls of its sites, the exposed part of its collectives, and its token-wise work.
-    ``hidden_gathers``: the number of its all-gathers that are overlapped."""
+    """Seconds of one stretch. ``hidden_gathers``: number of its all-gathers that are overlapped."""
 
     matmuls: float = 0.0
     exposed: float = 0.0
@@ -56,7 +52,7 @@ class Cost:
 
 
 def plan(graph: fx.Graph, config: OverlapConfig, refusal: str | None) -> Choice:
-    """The sites of ``graph`` as the overlap pass would choose them. ``graph`` is a copy, which may change."""
+    """The sites of ``graph``, a copy, as the overlap pass would choose them."""
     choice = find_and_choose(graph, config, "forward", refusal, {})
     join(choice.chosen, config)
     return choice
@@ -96,7 +92,7 @@ def collective_seconds(collective: CollectiveNode, config: OverlapConfig) -> flo
 
 
 def row_work(stretch: Stretch, ranks: int, config: OverlapConfig) -> float:
-    """Estimated seconds of the stretch's token-wise work if ``ranks`` ranks divide it."""
+    """Estimated seconds of the token-wise work if ``ranks`` ranks divide it."""
     seconds = 0.0
     for source in stretch.sources:
         nbytes = sizes.hint(tools.numel(tools.shape(source.result))) * tools.dtype(source.result).itemsize
@@ -105,23 +101,21 @@ def row_work(stretch: Stretch, ranks: int, config: OverlapConfig) -> float:
 
 
 def least_seconds(stretch: Stretch, config: OverlapConfig) -> float:
-    """The fixed costs of the reduce-scatters and all-gathers that the rewrite writes. Even if all their transfers were
-    hidden, they would take this time."""
+    """The fixed costs of the collectives that the rewrite writes. No overlap hides them."""
     fixed = sizes.machine_at(stretch.sources[0].collectives[0], config).collective_seconds
     return fixed * (len(stretch.sources) + len(stretch.needs_whole))
 
 
 def may_pay(stretch: Stretch, factor: float, config: OverlapConfig) -> bool:
-    """Whether the stretch's all-reduces take longer than ``least_seconds``, for ``factor`` times as many tokens as the
-    example has."""
+    """Whether the all-reduces take longer than ``least_seconds``, at ``factor`` times the example's tokens."""
     with sizes.at_scale(factor):
         written = sum(collective_seconds(c, config) for s in stretch.sources for c in s.collectives)
         return written > least_seconds(stretch, config)
 
 
 def pays(written: Cost, rewritten: Cost) -> bool:
-    """Whether the rewrite is estimated to pay. It cannot pay if no gather is overlapped: the rewritten graph moves as
-    many bytes as the graph as written, with more collectives."""
+    """Whether the rewrite is estimated to pay. If no gather is overlapped, it moves as many bytes with more
+    collectives."""
     if not rewritten.hidden_gathers:
         return False
     matmuls = max(written.matmuls, rewritten.matmuls)
@@ -129,10 +123,9 @@ def pays(written: Cost, rewritten: Cost) -> bool:
 
 
 def crossover(count: int, world_size: int, pays_at: Callable[[float], bool]) -> int | None:
-    """A number of tokens from which on the rewrite is taken to pay. It is the last of ``count``, ``count / 2``,
-    ``count / 4``, ... before the first number at which the rewrite does not pay. Numbers below ``world_size``, and
-    numbers in between, are not tried. ``None`` if the rewrite does not pay for ``count`` tokens. ``pays_at(factor)``:
-    whether the rewrite pays for ``count * factor`` tokens."""
+    """A number of tokens from which on the rewrite is taken to pay, or ``None`` if it does not pay for ``count``
+    tokens. ``count`` is halved while the half is at least ``world_size`` and the rewrite pays for it.
+    ``pays_at(factor)``: whether the rewrite pays for ``count * factor`` tokens."""
     if not pays_at(1.0):
         return None
     factor = 1.0
@@ -142,8 +135,7 @@ def crossover(count: int, world_size: int, pays_at: Callable[[float], bool]) -> 
 
 
 def limit_of_keeping(count: int, pays_at: Callable[[float], bool], most: int = 1 << 20) -> int | None:
-    """For a ``count`` at which the rewrite does not pay: the first of ``2 * count``, ``4 * count``, ... at which it
-    pays. ``None`` if it pays at none of these numbers up to ``most``."""
+    """The first of ``2 * count``, ``4 * count``, ... up to ``most`` at which the rewrite pays, or ``None``."""
     factor = 2.0
     while count * factor <= most:
         if pays_at(factor):

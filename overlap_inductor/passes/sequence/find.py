@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the stretches of a graph. A stretch consists of all-reduces and of the token-wise work after them. Each rank
-can do this work for its own rows.
+"""Find the stretches of a graph: all-reduces, and token-wise work after them that each rank can do for its own rows.
 
-The walk visits each node of the graph once, and changes nothing. If the graph has a backward, the walk visits it, too.
 ``H`` marks nodes that are held as rows::
 
     w = wait_tensor(all_reduce(mm(...)))       H: a reduce-scatter can make the rows
@@ -11,7 +9,7 @@ The walk visits each node of the graph once, and changes nothing. If the graph h
     y = mm(view(n), wq); z = mm(view(n), wk)   need all rows: one gather of n in front of them
     s = sum(mul(grad, n), [0, 1])              a sum over tokens: each rank sums its rows, then the sums are added
 
-A *stretch* is a connected set of all-reduces and nodes that are held as rows. It is rewritten as a whole or not at all.
+A *stretch* is a connected set of all-reduces and nodes that are held as rows.
 """
 
 from __future__ import annotations
@@ -42,13 +40,12 @@ aten = tools.aten
 
 @dataclass
 class Source:
-    """One all-reduce that a reduce-scatter can replace, or several all-reduces whose results are only added to each
-    other.
+    """One all-reduce that a reduce-scatter can replace, or several whose results are only added to each other.
 
     Attributes:
-        result: the node whose rows the reduce-scatter gives: the wait, or the sum of the waits.
+        result: the wait, or the sum of the waits.
         collectives: the all-reduces, in the order in which they are added.
-        adds: the nodes that add the all-reduces' results, ``result`` included; empty for a single all-reduce.
+        adds: the nodes that add the results, ``result`` included.
     """
 
     result: fx.Node
@@ -61,17 +58,15 @@ class Stretch:
     """Nodes that are rewritten together.
 
     Attributes:
-        tokens: the tokens that the ranks divide among them.
         sources: the all-reduces that become reduce-scatters.
         rows: the nodes that are computed on rows, in graph order, without the sources.
         sums: the nodes that reduce all tokens.
-        reads: the keys are the tensors that a node on rows reads and that are not held as rows themselves. The values
-            are the graph's inputs from which the tensor is computed. These inputs must be the same on all ranks
-            (``same_values``).
+        reads: each tensor that a node on rows reads and that is not held as rows, with the graph's inputs from which it
+            is computed. The inputs must be the same on all ranks (``same_values``).
         needs_whole: for each node whose rows are gathered, the users that need all rows, each with its reason.
-        readers: the users in ``needs_whole`` as the walk found them. ``gather_less`` changes ``needs_whole`` later.
-        whole_too: nodes that are computed with all rows, because gathering their inputs moves no more bytes than
-            gathering their results. Those that are also in ``rows`` are computed both ways.
+        readers: the users in ``needs_whole`` before ``gather_less``.
+        whole_too: nodes that are computed with all rows, because gathering their inputs moves no more bytes. Those in
+            ``rows`` also run on rows.
     """
 
     tokens: Tokens
@@ -85,12 +80,8 @@ class Stretch:
 
 
 class RowFinder:
-    """One walk over a graph.
-
-    Attributes:
-        held: for each node that can be held as rows, its ``Rows``. The sources are included.
-        stretches: the stretches that ``run`` found, in graph order.
-    """
+    """One walk over a graph. ``held``: the ``Rows`` of each node that can be held as rows, sources included.
+    ``stretches``: what ``run`` found, in graph order."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -136,9 +127,8 @@ class RowFinder:
         self.held[node] = rows
 
     def _others(self, node: fx.Node, rows: Rows) -> dict[fx.Node, frozenset[fx.Node]]:
-        """``{tensor: inputs}`` of the tensors that ``node`` reads and that are not held as rows. ``inputs``: the
-        graph's inputs from which the tensor is computed (``SameValues.inputs_of``). Raises ``NotRowWise`` if one of the
-        tensors, or a number that ``node`` computes with, may differ between ranks."""
+        """For each tensor that ``node`` reads and that is not held as rows, the graph's inputs from which it is
+        computed. Raises ``NotRowWise`` if such a tensor, or a number in ``node``, may differ between ranks."""
         if tools.is_pointwise(node) or node.target is aten.full_like.default:
             _same_numbers(node, rows.tokens)
         known = (rows.tokens.group_name, frozenset(symbols_of(rows.tokens.count)))
@@ -174,9 +164,8 @@ class RowFinder:
 
 
 def _same_numbers(node: fx.Node, tokens: Tokens) -> None:
-    """Raise ``NotRowWise`` if ``node`` has a symbolic argument with a symbol that does not occur in the number of
-    tokens. The value of such a symbol may differ between ranks. The number of tokens is known to be the same on all
-    ranks, because it is a size of tensors that the ranks exchange."""
+    """Raise ``NotRowWise`` if a number in ``node`` may differ between ranks: it has a symbol that the number of tokens
+    lacks."""
     known = symbols_of(tokens.count)
     for value in operators.leaves((node.args, node.kwargs)):
         number = tools.value(value) if isinstance(value, fx.Node) else value
@@ -185,9 +174,8 @@ def _same_numbers(node: fx.Node, tokens: Tokens) -> None:
 
 
 def find_sources(graph: fx.Graph) -> dict[fx.Node, Source]:
-    """The all-reduces with op ``sum`` of tensors with at least two dims, by the node that holds their result.
-    All-reduces of one group, shape and dtype whose results are only added to each other are one source. Their inputs
-    can be added first, and one reduce-scatter then sums them over the ranks."""
+    """The sources, by result. Each all-reduce has op ``sum`` and at least two dims. All-reduces of one group, shape and
+    dtype whose results are only added to each other are one source."""
     found: dict[fx.Node, Source] = {}
     for _, kind, collective in find_collectives(graph):
         if kind == "all_reduce" and isinstance(collective, CollectiveNode) and collective.reduce_op == "sum":
@@ -214,7 +202,7 @@ def _alike(a: fx.Node, b: fx.Node, total: fx.Node) -> bool:
 
 
 class _DisjointSets:
-    """Disjoint sets of nodes, which ``join`` merges. The first node of a set stands for the set."""
+    """Disjoint sets of nodes. The first node of a set stands for it."""
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         self._parent = {n: n for n in nodes}
@@ -233,14 +221,13 @@ class _DisjointSets:
 
 
 def gather_less(stretch: Stretch) -> None:
-    """Gather the inputs of a node in place of its result if this moves fewer bytes, or, for a view, no more bytes. The
-    node is then computed with all rows for the users that need all rows::
+    """Gather the inputs of a node in place of its result if this moves fewer bytes. For a view, equal bytes suffice.
+    The node is then computed with all rows, and on rows only if another node reads its rows::
 
         c = cast(x) to fp32; mm(c, w)               ->   gather x in place of c, and cast all rows
         three views of n, each read by a matmul     ->   gather n once, in place of the three views
 
-    If then nothing reads the rows of such a node any more, the node is not computed on rows. If a size is unbacked, the
-    number of bytes is not known, and no gather is moved.
+    If a size is unbacked, nothing changes.
     """
     members = {s.result for s in stretch.sources} | set(stretch.rows)
     if any(tools.has_unbacked(tools.shape(n)) for n in members if tools.is_tensor(n)):
@@ -250,8 +237,7 @@ def gather_less(stretch: Stretch) -> None:
             continue
         inputs = [i for i in node.all_input_nodes if i in members]
         if not all(map(tools.is_tensor, inputs)):
-            # The node is one of several results of an op. To compute it with all rows, the op would have to compute all
-            # its results.
+            # An op with several results would have to compute them all.
             continue
         new = [i for i in inputs if i not in stretch.needs_whole]
         less = sum(map(_bytes, new)) - _bytes(node)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide what a training graph saves of a gathered tensor: all rows, or only the rank's rows. In the second case, the
-backward gathers the rows again.
+"""Decide what a training graph saves of a gathered tensor: all rows, or only the rank's rows, which the backward
+gathers again (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 
-The forward gathers the result of a norm for its matmuls, and the backward needs all rows again for the weights'
-gradients. All rows take W times the memory of a rank's rows. If the backward gathers the rows again (Korthikanti et
-al., arXiv:2205.05198, section 4.2.2), the transfer runs under the matmuls that compute the gradients. If these matmuls
-take at least ``MARGIN`` times as long as the transfer, only the rank's rows are saved. If the forward itself does not
-need all rows, only the rank's rows are saved in any case::
+The matmuls of the forward and of the weights' gradients read all rows, which take W times the memory of a rank's rows::
 
     forward:   g = all_gather(n); y = mm(g, w)            saved: n [t, H] instead of g [T, H]
     backward:  g = all_gather(n); dw = mm(dy^T, g)        the gather is hidden under dw
+
+Only the rank's rows are saved if
+
+- the gradients' matmuls take at least ``MARGIN`` times as long as the transfer, or
+- the forward does not need all rows.
 
 The pass tags nodes as recomputed, and the partitioner does not save a tagged node.
 """
@@ -34,18 +35,17 @@ from overlap_inductor.torch_compat.recompute import compute_again
 aten = tools.aten
 
 MARGIN = 1.25
-"""The backward's matmuls must take at least this many times as long as the transfer."""
+"""The gradients' matmuls must take at least this many times as long as the transfer."""
 
 
 def save_rows(
     made: Mapping[fx.Node, tuple[int, fx.Node]], backward: set[fx.Node], config: OverlapConfig
 ) -> list[fx.Node]:
-    """Tag the gathers of the forward that the backward repeats. Returns the tagged gathers whose results the
-    forward also reads.
+    """Tag the gathers of the forward that the backward repeats. Returns those whose results the forward also reads.
 
     Args:
-        made: the collectives that the rewrite has written, each with the number of its stretch and the node whose
-            place it takes.
+        made: the collectives that the rewrite has written, each with the number of its stretch and the node whose place
+            it takes.
         backward: the nodes that exist only in the backward.
     """
     repeated = []
@@ -76,8 +76,8 @@ def _gathers(made: Iterable[fx.Node]) -> list[tuple[fx.Node, CollectiveNode]]:
 
 
 def _behind(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """``(views, readers)``. ``views``: the views, permutations and slices of ``wait``. ``readers``: the other nodes
-    that read ``wait`` or one of ``views``."""
+    """``(views, readers)``: the views, permutations and slices of ``wait``, and the other nodes that read it or a
+    view."""
     views: list[fx.Node] = []
     readers: list[fx.Node] = []
     pending = [wait]
@@ -92,8 +92,8 @@ def _behind(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def hidden(collective: CollectiveNode, gradients: Iterable[fx.Node], config: OverlapConfig) -> bool:
-    """Whether the matmuls among ``gradients``, nodes of the backward, are estimated to hide ``collective``. On CPUs the
-    answer is no, because a transfer takes the cores that the matmuls need, and a host has enough memory."""
+    """Whether the matmuls among ``gradients`` are estimated to hide ``collective``. False on CPUs, where a transfer
+    takes the cores that the matmuls need."""
     if tools.value(collective.input).device.type == "cpu":
         return False
     machine = sizes.machine_at(collective, config)
@@ -106,7 +106,7 @@ def _seconds(node: fx.Node, collective: CollectiveNode, config: OverlapConfig) -
     matmul = matmuls.parse(node)
     if matmul is None:
         return 0.0
-    # All ranks must make the same decision, but their shards of a weight may differ in size. So the sizes are rounded.
+    # All ranks must decide alike, but their shards of a weight may differ in size. So the sizes are rounded.
     dims = [sizes.rounded(sizes.hint(s)) for s in (*tools.shape(node), tools.shape(matmul.lhs)[-1])]
     flops = 2.0 * math.prod(dims)
     itemsize = tools.dtype(matmul.lhs).itemsize

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combine sums over tokens in one all-reduce at the end of the graph, if only results of the graph depend on them.
 
-There is one such all-reduce for each group, dtype and device, and the forward and the backward have their own.
-
-A graph has many gradients of norms' weights, and all are small. With one all-reduce for each, fixed costs would take
-most of the time::
+A graph has many small gradients of norms' weights. One all-reduce for each would take mostly fixed costs::
 
     dw0 = all_reduce(part0); ...; dw64 = all_reduce(part64)
     ->  s = wait_tensor(all_reduce(cat(part0, ..., part64))); dw0 = s[:8192]; ...       # in front of the output
 
-The nodes that are computed from such a sum (a view, a cast) move after the all-reduce.
+Each group, dtype and device has one all-reduce in the forward and one in the backward. Nodes that are computed from a
+sum (a view, a cast) move after it.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from overlap_inductor.sites import graph_tools as tools
 
 aten = tools.aten
 MOST_USERS = 4
-"""The largest number of nodes that may be computed from a sum that is combined late."""
+"""The most nodes that may be computed from a sum that is combined late."""
 
 
 def is_late(node: fx.Node) -> bool:
-    """Whether ``node``, a sum over tokens, may be combined at the end of the graph. Only results of the graph may be
-    computed from it, in a few small steps."""
+    """Whether ``node``, a sum over tokens, may be combined late: only a few small steps lead from it to results of the
+    graph."""
     if REDUCE_OPS[node.target] != "sum" or any(isinstance(s, torch.SymInt) for s in tools.shape(node)):
         return False
     users = behind(node)
@@ -44,7 +42,7 @@ def is_late(node: fx.Node) -> bool:
 
 
 def behind(node: fx.Node) -> list[fx.Node]:
-    """The nodes that are computed from ``node``, without the output, in graph order."""
+    """In graph order, the nodes that are computed from ``node``, without the output."""
     found: set[fx.Node] = set()
     pending = [node]
     while pending:
@@ -55,7 +53,7 @@ def behind(node: fx.Node) -> list[fx.Node]:
 
 
 def of_the_backward(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on a tangent. These nodes exist only in the backward."""
+    """The nodes that depend on a tangent, and so exist only in the backward."""
     found = {n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")}
     for node in graph.nodes:
         if any(i in found for i in node.all_input_nodes):
@@ -64,12 +62,8 @@ def of_the_backward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def combine(parts: Iterable[fx.Node], all_reduced: Callable[[fx.Node], fx.Node], writer: Writer) -> list[fx.Node]:
-    """Sum each tensor of ``parts`` over the ranks. All tensors have one dtype and device. Returns each sum as a flat
-    tensor.
-
-    Args:
-        all_reduced: a function that writes the all-reduce of a tensor and its wait.
-    """
+    """Sum each tensor of ``parts``, all of one dtype and device, over the ranks. Returns flat tensors. ``all_reduced``:
+    writes the all-reduce of a tensor and its wait."""
     flat = [writer.reshape(p, [tools.numel(tools.shape(p))]) for p in parts]
     if len(flat) == 1:
         return [all_reduced(flat[0])]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that are held as rows: each rank of a group holds ``ceil(T / W)`` of their T tokens.
 
-A tensor has T tokens if its leading dims together have T elements: ``[T, H]``, ``[B, S, H]`` with ``B * S = T``. The
-dims behind them are the tensor's features. A rank's rows have shape ``[ceil(T / W), *features]``, whatever the leading
-dims were. If W does not divide T, the last ranks hold rows beyond the last token. The values in these rows are
-arbitrary, and no result of the graph may depend on them.
+The leading dims of such a tensor together have T elements: ``[T, H]``, ``[B, S, H]`` with ``B * S = T``. Its other dims
+are its features. A rank's rows have shape ``[ceil(T / W), *features]``. No result of the graph may depend on rows
+beyond the last token.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ class Tokens:
     """The tokens that the ranks of one group divide among them.
 
     Attributes:
-        group_name: the process group.
-        world_size: number of its ranks, W.
+        world_size: number of the group's ranks, W.
         count: number of tokens, T: an int or a symbolic size.
     """
 
@@ -44,12 +42,12 @@ class Tokens:
 
     @property
     def padded(self) -> Size:
-        """The number of all ranks' rows, including the rows beyond the last token."""
+        """The number of all ranks' rows, with the rows beyond the last token."""
         return self.count if self.even else self.shard * self.world_size
 
     @property
     def even(self) -> bool:
-        """Whether W is known to divide T, so that no rank holds rows beyond the last token."""
+        """Whether W is known to divide T."""
         return same_size(self.count % self.world_size, 0)
 
 
@@ -71,13 +69,12 @@ def features(node: fx.Node, rows: Rows) -> list[Size]:
 
 
 def local_shape(node: fx.Node, rows: Rows) -> list[Size]:
-    """The shape of a rank's rows."""
     return [rows.tokens.shard, *features(node, rows)]
 
 
 def leading_dims(shape: Sequence[Size], tokens: Size, behind: Sequence[Size]) -> int | None:
-    """The number of leading dims of ``shape`` that together have ``tokens`` elements. ``None`` if there is no such
-    number, or if the other dims together do not have as many elements as the dims ``behind``."""
+    """The number of leading dims of ``shape`` that together have ``tokens`` elements. ``None`` if there is none, or if
+    the other dims have another number of elements than ``behind``."""
     for lead in range(1, len(shape) + 1):
         if same_size(tools.numel(list(shape[:lead])), tokens):
             same = same_size(tools.numel(list(shape[lead:])), tools.numel(list(behind)))

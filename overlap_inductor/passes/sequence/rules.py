@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules by which rows propagate: for each kind of op, whether it can be computed on rows, and how.
 
-Each rule has two methods. ``held`` returns how the result is held as rows, or raises ``NotRowWise``. It changes
-nothing. ``write`` writes the op for a rank's rows. T tokens, W ranks, t = ceil(T / W)::
+T tokens, W ranks, t = ceil(T / W)::
 
     add [B, S, H] + [B, S, H]      -> [t, H] + [t, H]                an operand that is not held as rows is cut first
     mul [B, S, H] * weight [H]     -> [t, H] * [H]
@@ -11,8 +10,8 @@ nothing. ``write`` writes the op for a rank's rows. T tokens, W ranks, t = ceil(
     view [B, S, H] as [T, H]       -> the same rows
     permute, slice, split, cat     -> the same on the features
 
-An op that no rule knows, or that mixes tokens, needs all rows. The rules follow the placements of DTensor's op
-strategies (torch/distributed/tensor/_ops): Shard on the tokens, Replicate, and Partial for a sum over tokens.
+Any other op needs all rows. The rules follow DTensor's op strategies (torch/distributed/tensor/_ops): Shard on the
+tokens, Replicate, and Partial for a sum over tokens.
 """
 
 from __future__ import annotations
@@ -51,13 +50,12 @@ class Writer(Protocol):
         ...
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        """The rank's rows of ``node``, which has all rows and the same values on every rank. The first ``ahead`` dims
-        of ``node`` are token dims. These dims are first expanded to ``dims``."""
+        """The rank's rows of ``node``, which is equal on all ranks. Its first ``ahead`` dims are token dims, and are
+        first expanded to ``dims``."""
         ...
 
     def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
-        """``node`` in ``shape``. If ``node``, or a tensor of which ``node`` is a view, has this shape already, that
-        tensor is returned."""
+        """``node`` in ``shape``, or a tensor of this shape of which ``node`` is a view."""
         ...
 
     def size(self, size: Any) -> Any:
@@ -69,11 +67,8 @@ class Rule(Protocol):
     """How one kind of op is computed on rows."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
-        """How the result of ``node`` is held. At least one of its inputs is in ``held``.
-
-        Raises:
-            NotRowWise: the op needs all rows.
-        """
+        """How the result of ``node`` is held. At least one input is in ``held``. Raises ``NotRowWise`` if the op needs
+        all rows."""
         ...
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
@@ -82,7 +77,7 @@ class Rule(Protocol):
 
 
 class _Pointwise:
-    """Elementwise ops with broadcasting. All token dims must come from the inputs that are held as rows."""
+    """Elementwise ops. All token dims must come from the inputs that are held as rows."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         if operators.is_mutable(node):
@@ -96,7 +91,7 @@ class _Pointwise:
 
 
 class _Like:
-    """Constant tensors in the shape of another one: ``full_like``, ``zeros_like``, ``ones_like``."""
+    """``full_like``, ``zeros_like``, ``ones_like``."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         return held[node.args[0]]
@@ -106,7 +101,7 @@ class _Like:
 
 
 class _Along:
-    """Ops along one feature dim that keep the shape, such as ``softmax`` and ``cumsum``."""
+    """Ops along one feature dim that keep the shape, such as ``softmax``."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         rows = held[node.args[0]]
@@ -118,7 +113,7 @@ class _Along:
 
 
 class _Reduction:
-    """Reductions over features. ``passes.sequence.sums`` handles reductions over tokens."""
+    """Reductions over features."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         source: Any = node.args[0]
@@ -172,7 +167,7 @@ class _Expand:
 
 
 class _Permute:
-    """Permutations of the feature dims. Token dims of size 1 may also change places with other token dims."""
+    """Permutations of the feature dims. Token dims of size 1 may also move among the token dims."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         source: Any = node.args[0]
@@ -246,9 +241,8 @@ _ON_DIM = {aten.slice.Tensor, aten.select.int, *tools.SPLITS}
 
 
 def _may_be_own_part(node: fx.Node, dim: int, world_size: int) -> bool:
-    """Whether ``node`` takes one or more of ``world_size`` equal parts of ``dim``, but at least one part is
-    read by no node. Then ``node`` may scatter features: each rank may take only its own part. The ranks' rows would
-    hold different features, and could not be gathered."""
+    """Whether ``node`` may take the rank's own part of ``dim``: it takes one of ``world_size`` equal parts, and some
+    part is never read. The ranks' rows would then hold different features."""
     source: Any = node.args[0]
     size = tools.shape(source)[dim]
     if node.target in tools.SPLITS:
@@ -270,7 +264,7 @@ def _may_be_own_part(node: fx.Node, dim: int, world_size: int) -> bool:
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule for the op of ``node``; ``None`` if no rule knows it."""
+    """The rule for the op of ``node``, or ``None``."""
     if getattr(node.target, "__name__", "") == "getitem":
         return _Element()
     if operators.has_tag(node, torch.Tag.nondeterministic_seeded):
@@ -303,8 +297,7 @@ def reduced_dims(node: fx.Node, rank: int) -> list[int]:
 
 
 def feature_dim(node: fx.Node, dim: Any, rows: Rows) -> int:
-    """``dim`` of the first input of ``node``, counted from 0. Raises ``NotRowWise`` if ``dim`` is a token dim.
-    ``rows``: how the inputs are held."""
+    """``dim`` of the first input of ``node``, counted from 0. Raises ``NotRowWise`` if it is a token dim."""
     source: Any = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
     dim = int(dim or 0) % len(tools.shape(source))
     if dim < rows.lead:
@@ -313,7 +306,7 @@ def feature_dim(node: fx.Node, dim: Any, rows: Rows) -> int:
 
 
 def on_dim(node: fx.Node, dim: int, writer: Writer) -> fx.Node:
-    """Write ``node`` for a rank's rows. ``dim``: the dim of the whole input along which the op works."""
+    """Write ``node`` for a rank's rows. ``dim``: the dim of the whole input along which it works."""
     source: Any = node.args[0]
     local = writer.rows(source)
     fewer = len(tools.shape(source)) - len(tools.shape(local))
@@ -322,8 +315,8 @@ def on_dim(node: fx.Node, dim: int, writer: Writer) -> fx.Node:
 
 
 def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:
-    """How the result of an elementwise ``node`` is held. Raises ``NotRowWise`` if its inputs do not have the same
-    tokens in the same dims."""
+    """How the result of an elementwise ``node`` is held. Raises ``NotRowWise`` if its inputs differ in tokens or token
+    dims."""
     shape = tools.shape(node)
     found: Rows | None = None
     for source in inputs:
@@ -346,8 +339,7 @@ def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:
 
 
 def same_op(node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-    """Write the elementwise ``node`` for a rank's rows. It reads the rows of each input that is held as rows. Other
-    inputs are cut or reshaped to match these rows."""
+    """Write the elementwise ``node`` for a rank's rows. Other inputs are cut or reshaped to match."""
     shape = tools.shape(node)
 
     def operand(source: fx.Node) -> fx.Node:

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide whether a tensor has the same values on every rank of a group.
 
-An op on rows may also read a tensor that is not held as rows. Then each rank reads the part of that tensor that belongs
-to its own rows. The result equals the result of the plain program only if all ranks hold the same tensor. If the tensor
-is computed only from results of the group's all-reduces and all-gathers, the graph proves that all ranks hold the same
-tensor. If it is computed from inputs of the graph, the graph cannot prove this. For example, a norm's weight is the
-same on all ranks, but a shard of a projection is not. So these inputs are listed, and the ranks compare their values at
-the graph's first run (``runtime.same_inputs``). A matmul's result counts as different on each rank, because its weight
-may be a shard. A value that is computed from a symbolic size also counts as different. There is one exception, a size
-of tensors that the ranks exchange: if such a size differed, the ranks' plans would differ, and the ranks would not
-agree.
+An op on rows may read a tensor that is not held as rows. Each rank then reads a part of it, so all ranks must hold the
+same tensor:
+
+- A result of the group's all-reduces and all-gathers is the same on all ranks.
+- A matmul's result may differ, because its weight may be a shard.
+- A value computed from a symbolic size may differ, unless the ranks exchange tensors of this size.
+- An input of the graph may differ. The ranks compare these inputs at the graph's first run (``runtime.same_inputs``).
 """
 
 from __future__ import annotations
@@ -33,13 +31,8 @@ _NAMESPACES = ("aten", "prims", "_c10d_functional", "inductor_prims", "quantized
 
 
 class SameValues:
-    """Finds the graph's inputs on which a tensor depends. If these inputs are the same on all ranks of one group, the
-    tensor is the same there, too.
-
-    Args:
-        group_name: the group.
-        symbols: the symbols of the sizes that are known to be the same on all ranks of the group.
-    """
+    """Finds the graph's inputs on which a tensor depends. ``symbols``: those of sizes that all ranks of the group are
+    known to share."""
 
     def __init__(self, group_name: str, symbols: Collection[Any] = ()) -> None:
         self.group_name = group_name
@@ -47,8 +40,8 @@ class SameValues:
         self._known: dict[fx.Node, frozenset[fx.Node] | None] = {}
 
     def inputs_of(self, node: fx.Node) -> frozenset[fx.Node] | None:
-        """The graph's inputs on which ``node`` depends. A dependency through one of the group's collectives does not
-        count. ``None`` if ``node`` may differ between ranks although these inputs are the same."""
+        """The graph's inputs on which ``node`` depends, other than through the group's collectives. ``None`` if
+        ``node`` may differ between ranks although these inputs are the same."""
         stack = [node]
         while stack:
             current = stack[-1]
@@ -66,7 +59,7 @@ class SameValues:
         return [] if node.op != "call_function" or self._ends(node) else node.all_input_nodes
 
     def _ends(self, node: fx.Node) -> bool:
-        """Whether the search ends at ``node``, because its inputs do not change the answer."""
+        """Whether the answer for ``node`` does not depend on its inputs."""
         return _is_number(node) or _may_differ(node) or self._of_group(node) is not None
 
     def _of_group(self, node: fx.Node) -> str | None:
@@ -92,9 +85,8 @@ class SameValues:
         return frozenset().union(*(f for f in found if f is not None))
 
     def _same_on_a_mesh(self, node: fx.Node) -> bool:
-        """Whether ``node`` has equal results on the ranks of this group if its inputs are equal. For an all-reduce or
-        all-gather of another group, this is true if both groups belong to dims of a mesh. Each rank of this group then
-        has a group of its own along the other dim. All these groups combine equal inputs."""
+        """Whether equal inputs give ``node`` equal results on the ranks of this group. An all-reduce or all-gather
+        along another dim of a mesh does: each rank's group along that dim combines equal inputs."""
         other = collectives.group_of(node)
         if other is None:
             return True
@@ -113,14 +105,14 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def symbols_of(number: Any) -> set[Any]:
-    """The symbols of a symbolic number; an empty set if ``number`` is not symbolic."""
+    """The symbols of a symbolic number; empty for any other number."""
     symbolic = isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return set(number.node.expr.free_symbols) if symbolic else set()
 
 
 def _may_differ(node: fx.Node) -> bool:
-    """Whether ``node`` may differ between ranks although its inputs are the same. This is assumed of random numbers, of
-    unknown ops, of ops that write in place, and of matmuls and convolutions, whose weights may be shards."""
+    """Whether ``node`` may differ between ranks although its inputs are the same. Random numbers, unknown ops and
+    writes in place may. So may matmuls and convolutions, whose weights may be shards."""
     if getattr(node.target, "__name__", "") == "getitem" or operators.operator(node) is None:
         return False
     return (

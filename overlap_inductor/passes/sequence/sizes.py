@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write symbolic sizes into a graph as nodes.
 
-The partitioner splits a joint graph by its edges. A node whose argument is a plain ``SymInt`` has no edge to the node
-that defines the symbol. After the split, the node's graph could lack the symbol. So nodes compute each size from an
-input of the graph::
+The partitioner splits a joint graph by its edges, and a ``SymInt`` argument has no edge to the node that defines its
+symbol. So nodes compute each size from an input of the graph::
 
     (s0 + 3) // 4   ->   floordiv(add(sym_size(x, 0), 3), 4)        behind the last input of the graph
 """
@@ -42,8 +41,8 @@ class SizeNodes:
         """``size`` as an argument of a node: an int, or a node.
 
         Raises:
-            ValueError: no input of the graph defines one of the symbols of ``size``, or ``size`` has an operation other
-                than sums, products and quotients.
+            ValueError: no input of the graph defines a symbol of ``size``, or ``size`` has an operation other than
+                sums, products and quotients.
         """
         return self._of(size.node.expr, size) if isinstance(size, torch.SymInt) else size
 

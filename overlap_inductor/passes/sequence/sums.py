@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions over all tokens of a tensor that is held as rows: each rank reduces its rows, then the ranks combine
-their results.
-
-The gradient of a norm's weight is such a reduction. So is the largest value of a tensor that is quantised with one
-scale::
+"""Reductions over all tokens of a tensor that is held as rows: each rank reduces its rows, then the ranks combine their
+results. An example is the gradient of a norm's weight::
 
     sum(x [B, S, H], [0, 1])   ->   wait(all_reduce(sum(x [t, H], 0)))
 
-A sum in a floating type of fewer than 32 bits is added in fp32 on the ranks and between them, and rounded once at the
-end.
+A sum in a floating type of fewer than 32 bits is added in fp32, and rounded once at the end.
 """
 
 from __future__ import annotations
@@ -40,12 +36,12 @@ REDUCE_OPS = {
 }
 """For each reduction, the operation that combines the ranks' parts."""
 EXTREMA = {"max": aten.amax.default, "min": aten.amin.default}
-"""The ops that reduce a rank's rows, and combine the ranks' parts, by a maximum or minimum."""
+"""The ops of a maximum or minimum over a rank's rows, and over the ranks' parts."""
 
 
 def reduces_tokens(node: fx.Node, held: Held) -> bool:
     """Whether ``node`` reduces all tokens of an input that is held as rows. Raises ``NotRowWise`` if it reduces only
-    some tokens, or if the rows beyond the last token would change its result."""
+    some, or if rows beyond the last token would change its result."""
     if node.target not in REDUCE_OPS or (source := _source(node)) not in held:
         return False
     rows, shape = held[source], tools.shape(source)
@@ -76,7 +72,7 @@ def write_partial(node: fx.Node, rows: Rows, writer: Writer) -> fx.Node:
 
 
 def write_result(node: fx.Node, combined: fx.Node, writer: Writer) -> fx.Node:
-    """Write the value of ``node``, computed from ``combined``, the combination of the ranks' parts."""
+    """Write the value of ``node`` from ``combined``, the combined parts of the ranks."""
     if tools.dtype(combined) != tools.dtype(node):
         combined = writer.call(torch.ops.prims.convert_element_type.default, combined, tools.dtype(node))
     return writer.reshape(combined, tools.shape(node))
@@ -87,5 +83,5 @@ def _source(node: fx.Node) -> Any:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial sums of ``dtype`` are added: fp32 for narrower floating types."""
+    """The dtype in which partial sums of ``dtype`` are added."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrite stretches. Reduce-scatters replace all-reduces, token-wise work runs on a rank's rows, and gathers precede
-the ops that need all rows.
+"""Rewrite stretches.
 
-T tokens, W ranks, t = ceil(T / W). No rank number is written into the graph: op ``take`` gets the group's name and cuts
-the rows of the rank that runs it::
+T tokens, W ranks, t = ceil(T / W). Op ``take`` cuts the rows of the rank that runs it, so the graph holds no rank
+number::
 
     w = wait_tensor(all_reduce(p [B, S, H]))       p [T, H], padded to [W t, H] if W does not divide T
     r = add(w, residual)                      ->   w = wait_tensor(reduce_scatter(p)) [t, H]
@@ -11,8 +10,7 @@ the rows of the rank that runs it::
     y = mm(view(n), wq)                            g = wait_tensor(all_gather(n)) [W t, H], cut to [T, H]
                                                    y = mm(view(g), wq)
 
-A gather stands before the first node that needs all rows, and all nodes that need them share it. If nothing reads a
-node of a stretch after the rewrite, the node is erased. Every new node has the metadata (module, stack trace, recompute
+All users that need all rows of a node share one gather. Every new node has the metadata (module, stack trace, recompute
 tag) of the node that it replaces.
 """
 
@@ -63,8 +61,7 @@ class RowWriter:
 
     Attributes:
         gathered_again: the forward's gathers that the backward repeats.
-        made: for each collective that was written, the number of its stretch and the node whose place it takes. That
-            node is an all-reduce, a node that is gathered, or a reduction over tokens.
+        made: for each collective that was written, the number of its stretch and the node whose place it takes.
     """
 
     def __init__(self, graph: fx.Graph, held: Mapping[fx.Node, Rows], config: OverlapConfig) -> None:
@@ -83,8 +80,7 @@ class RowWriter:
         self._backward = of_the_backward(graph)
 
     def apply(self, stretches: list[tuple[int, Stretch]]) -> None:
-        """Rewrite the numbered ``stretches``. If a step fails, its error is raised, and the graph is only partly
-        rewritten."""
+        """Rewrite the numbered ``stretches``. After an error, the graph is only partly rewritten."""
         members: dict[fx.Node, tuple[int, Source | None]] = {}
         sums: dict[fx.Node, int] = {}
         for number, stretch in stretches:
@@ -112,16 +108,14 @@ class RowWriter:
             if not node.users:
                 self.graph.erase_node(node)
         for node in inputs:
-            # ``reshape`` reads a view's input in place of the view, so the view may have no reader any more. A view
-            # without a reader would still count as a user of its matmul.
+            # ``reshape`` may have left a view without a reader, which would still count as a user of its matmul.
             while tools.is_reshape(node) and not node.users:
                 view, node = node, node.args[0]
                 self.graph.erase_node(view)
         self.graph.lint()
 
     def _readers(self, node: fx.Node, users: list[tuple[fx.Node, str]]) -> list[fx.Node]:
-        """``users``, and the new nodes that read ``node``. There are such nodes if ``node`` is all-reduced again: the
-        reduce-scatter that replaces this all-reduce also reads all rows."""
+        """``users``, and the new nodes that read ``node``: the reduce-scatter, if ``node`` is all-reduced again."""
         return [*(user for user, _ in users), *(user for user in node.users if user in self._written)]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -148,8 +142,8 @@ class RowWriter:
         return self.call(aten.reshape.default, node, [self.size(s) for s in shape])
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        # Two stretches may cut one tensor in two ways, so the key holds the dims. For S tokens, [S, H] is cut as it is.
-        # For B * S tokens, it is first repeated.
+        # Two stretches may cut one tensor in different dims: [S, H] is cut as it is for S tokens, and repeated first
+        # for B * S.
         key = node, tokens.group_name, str((ahead, dims))
         if key not in self._cuts:
             shape = tools.shape(node)
@@ -182,8 +176,7 @@ class RowWriter:
         rows, first = self.held[source.result], source.collectives[0]
         tokens = rows.tokens
         shape = [tokens.count, *tools.shape(source.result)[rows.lead :]]
-        # The padding reads the matmul directly. A view as [B, S, H] in between would hide the padded rows from the
-        # finders (see ``_gather``).
+        # The padding reads the matmul directly. A view in between would hide the padded rows from the finders.
         parts = [c.input if tokens.even else self.reshape(c.input, shape) for c in source.collectives]
         total = parts[0]
         for part in parts[1:]:
@@ -197,10 +190,9 @@ class RowWriter:
         return self._exchanged(first.node, c10d.reduce_scatter_tensor.default, flat, "sum", tokens)
 
     def _sum_of_exchanged(self, old: fx.Node, flat: fx.Node, tokens: Tokens) -> fx.Node:
-        """A reduce-scatter written as an all-to-all and a sum. Gloo's reduce-scatter takes longer than its all-reduce:
-        110 ms against 70 ms, for 4 MiB on 2 ranks over a link of 500 Mbit/s. On this link, moving the bytes of a
-        reduce-scatter takes 33 ms. No schedule could overlap a reduce-scatter here, because no matmul computes
-        ``flat``."""
+        """A reduce-scatter written as an all-to-all and a sum. Gloo's reduce-scatter takes longer than its all-reduce
+        (110 ms against 70 ms for 4 MiB, 2 ranks, 500 Mbit/s). No matmul computes ``flat``, so no schedule could overlap
+        a reduce-scatter."""
         behind, dtype = tools.shape(flat)[1:], tools.dtype(flat)
         splits = [self.size(tokens.shard)] * tokens.world_size
         node = self.call(c10d.all_to_all_single.default, flat, splits, splits, tokens.group_name)
@@ -213,7 +205,7 @@ class RowWriter:
         return self.call(torch.ops.prims.convert_element_type.default, total, dtype)
 
     def _gather(self, node: fx.Node, users: list[fx.Node]) -> None:
-        """Gather the rows of ``node`` before the first of ``users``, and let ``users`` read all rows."""
+        """Gather the rows of ``node`` before the first of ``users``, which then read all rows."""
         tokens, local = self.held[node].tokens, self._local[node]
         first = min(users)
         with self._in_place_of(node, first):
@@ -230,8 +222,8 @@ class RowWriter:
             elif first < self._gathered[local]:
                 raise RuntimeError(f"{first.name} needs all rows of {node.name} before they are gathered")
             full = self._gathered[local]
-            # If W does not divide T, a user that is a view to a shape reads ``full`` directly. A view as [B, S, H] in
-            # between would hide the padded rows from the finders.
+            # If W does not divide T, a view to a shape reads ``full`` directly. A view in between would hide the padded
+            # rows from the finders.
             flat = [u for u in users if u.target in _TO_A_SHAPE and not tokens.even]
             whole = self.reshape(full, tools.shape(node)) if len(flat) < len(users) else full
         for user in users:
@@ -242,8 +234,7 @@ class RowWriter:
                 user.replace_input_with(node, full if user in flat else whole)
 
     def _with_strides_of(self, node: fx.Node, whole: fx.Node) -> fx.Node:
-        """``whole`` with the strides of ``node``, a result of the graph. Code that reads the result may rely on its
-        strides."""
+        """``whole`` with the strides of ``node``, a result of the graph on whose strides code may rely."""
         wanted = tools.value(node).stride()
         if tools.value(whole).stride() == wanted or not all(isinstance(s, int) for s in (*wanted, *tools.shape(node))):
             return whole
@@ -253,7 +244,7 @@ class RowWriter:
         return self.call(aten.permute.default, dense, sorted(range(len(order)), key=order.__getitem__))
 
     def _movable(self, local: fx.Node) -> fx.Node:
-        """``local``. If its dtype is fp8, it is viewed as bytes, because gloo cannot move fp8."""
+        """``local``, viewed as bytes if its dtype is fp8: gloo cannot move fp8."""
         dtype = tools.dtype(local)
         narrow = dtype.is_floating_point and dtype.itemsize == 1
         return self.call(aten.view.dtype, local, torch.uint8) if narrow else local
@@ -277,8 +268,7 @@ class RowWriter:
             if REDUCE_OPS[node.target] == "sum":
                 combined = self._all_reduced(node, part, rows.tokens.group_name)
             else:
-                # An all-reduce with max or min would drop a NaN, which the op of ``node`` keeps. So the parts are
-                # gathered and combined on each rank.
+                # An all-reduce with max or min would drop a NaN. So each rank gathers and combines the parts.
                 one = self.reshape(part, [1, *tools.shape(part)])
                 parts = self._exchanged(node, c10d.all_gather_into_tensor.default, one, None, rows.tokens)
                 combined = self.call(EXTREMA[REDUCE_OPS[node.target]], parts, [0])
@@ -286,7 +276,7 @@ class RowWriter:
         node.replace_all_uses_with(result)
 
     def _combine(self, late: list[tuple[int, fx.Node, fx.Node]]) -> None:
-        """Write one all-reduce of several sums over tokens at the end of the graph."""
+        """Write one all-reduce of several sums at the end of the graph."""
         self._stretch, last, _ = late[-1]
         output = self.graph.output_node()
         group = self.held[last.args[0]].tokens.group_name
@@ -306,7 +296,7 @@ class RowWriter:
 
     @contextmanager
     def _in_place_of(self, node: fx.Node, before: fx.Node | None = None) -> Iterator[None]:
-        """New nodes stand before ``before`` (by default ``node``) and get the metadata of ``node``."""
+        """New nodes stand before ``before`` (by default ``node``), with the metadata of ``node``."""
         outer, self._meta = self._meta, {k: v for k, v in node.meta.items() if k not in NOT_COPIED}
         try:
             with self.graph.inserting_before(node if before is None else before):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges two graphs into one list of lines. Changed lines are marked. Runs of unchanged lines are folded, because
-graphs may have thousands of lines."""
+"""Merges two graphs into one list of lines. Changed lines are marked, and runs of unchanged lines are folded."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ class Line:
 
     Attributes:
         kind: same | del | ins.
-        before / after: the line's number in each graph, counted from 1. ``None`` if the graph does not have the line.
+        before / after: the line's number in each graph, from 1 on, or ``None``.
         first: whether a run of changed lines begins here.
-        anchors: HTML ids of this line, to which links can point.
+        anchors: HTML ids of this line.
     """
 
     kind: str
@@ -44,7 +43,6 @@ class Diff:
 
     @property
     def folded(self) -> int:
-        """How many of the unchanged lines are folded."""
         return sum(len(lines) for folded, lines in self.blocks if folded)
 
 
@@ -63,7 +61,7 @@ def merge(before: str, after: str) -> list[Line]:
 
 
 def diff(before: str, after: str, anchors: Mapping[str, str]) -> Diff:
-    """The merged view. ``anchors``: ``{site's id: HTML id}``. The first line that contains the site's id gets the HTML
+    """The merged view. ``anchors``: ``{site's id: HTML id}``. The first line that contains a site's id gets the HTML
     id."""
     lines = _anchored(merge(before, after), anchors)
     removed, added = sum(x.kind == "del" for x in lines), sum(x.kind == "ins" for x in lines)

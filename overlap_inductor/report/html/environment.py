@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The templates of the pages: Jinja2 with every value escaped. A template that uses a name without a value raises an
-error."""
+"""The templates of the pages: Jinja2 with every value escaped. A name without a value raises an error."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import jinja2
 from overlap_inductor.report import words
 from overlap_inductor.report.advice import ADVICE
 
-# Forbids the page from loading anything, even if a name in a graph contains markup.
+# The page may load nothing, even if a name in a graph contains markup.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 TONES = {"overlapped": "good", words.WOULD: "good", "kept": "wait", "refused": "warn", "failed": "bad"}
 """Status -> the CSS class that colours it."""

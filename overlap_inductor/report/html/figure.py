@@ -36,8 +36,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class PlacedRow:
-    """A timeline of ``lanes``, each a name and its bars. ``verdict``: a box for the saved or lost time, or ``None``.
-    The box begins where the figure's shorter row ends, and ends where the longer row ends."""
+    """A timeline of ``lanes``, each a name and its bars. ``verdict``: a box for the saved or lost time, or ``None``."""
 
     title: str
     total: str
@@ -48,8 +47,13 @@ class PlacedRow:
 
 @dataclass(frozen=True)
 class Figure:
-    """One sketch. ``ticks``: (position in per cent, text), empty if nothing was estimated. ``tone``: ``good`` | ``bad``
-    | ``wait``. ``times``: a text with the time as written and the time by the plan."""
+    """One sketch.
+
+    Attributes:
+        ticks: (position in per cent, text); empty if nothing was estimated.
+        times: the time as written and the time by the plan, as a text.
+        tone: ``good`` | ``bad`` | ``wait``.
+    """
 
     title: str
     modules: tuple[str, ...]
@@ -62,11 +66,8 @@ class Figure:
 
 
 def figures(groups: Sequence[SiteGroup]) -> tuple[list[Figure], int]:
-    """One figure for each group of sites and each piece of its plan that is not ``keep``, up to ``MOST_FIGURES``
-    figures. Also returns the number of figures that are left out.
-
-    Groups whose figures would be the same share one figure.
-    """
+    """``(figures, number left out)``: a figure for each group and each piece of its plan that is not ``keep``. Equal
+    figures are drawn once."""
     alike: dict[str, list[tuple[SiteGroup, PlanPiece]]] = {}
     for group in groups:
         for piece in group.decision.plan:

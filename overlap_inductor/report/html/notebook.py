@@ -14,6 +14,5 @@ if TYPE_CHECKING:
 
 
 def render_compact(report: OverlapReport) -> str:
-    """The headline, the estimated total and a table of the first rows of sites."""
     shown, hidden = short.rows(report)
     return render("notebook.html", title=short.title(report), total=totals.line(report), groups=shown, hidden=hidden)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``index.html`` of one graph: a self-contained page. It shows what ``report.txt`` shows, except the tracebacks. It
-also shows the timelines, and the graph before and after the pass."""
+"""``index.html`` of one graph: ``report.txt`` without tracebacks, with the timelines and the graph before and after."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ STRETCH_TONES = {"rewritten": TONES["overlapped"], "kept": TONES["kept"], "refus
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason code, and the groups of sites or collectives that have this reason. ``uses``: for each group,
-    ``(place, text of the reason)``."""
+    """A reason code and the groups that have it. ``uses``: for each group, ``(place, text of the reason)``."""
 
     status: str
     tone: str
@@ -100,7 +98,7 @@ def _notices(report: OverlapReport) -> list[str]:
 
 def _bars(piece: PlanPiece) -> list[tuple[str, float, bool, str]]:
     """A bar for each schedule that was estimated, shortest first: ``(schedule, length in per cent of the longest bar,
-    whether the bar is the shortest, time)``."""
+    whether it is the shortest, time)``."""
     values = {name: us for name, us in piece.estimate_us.items() if name not in words.PARTS}
     longest, best = max(values.values(), default=0.0), min(values.values(), default=0.0)
     return [

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lays out the bars of a timeline. There is one function for each way in which a matmul and a transfer run together.
+"""Lays out the bars of a timeline. Each function is a way in which a matmul and a transfer run together.
 
-Arguments of these functions:
-
-- ``matmul``, ``transfer``: microseconds of the whole matmul and of the whole transfer, or 1 each if there is no
-  estimate. The bars of each kind add up to these times. Bars of one lane do not overlap.
+- ``matmul``, ``transfer``: microseconds of each as a whole, or 1 each without an estimate.
 - ``world_size``: ranks, at least 2.
 - ``parts``: sub-chunks of a shard, or bands of a result, at least 1.
 """
@@ -23,9 +20,9 @@ class Bar:
     """One box of a timeline.
 
     Attributes:
-        kind: ``matmul``, ``transfer`` or ``fixed`` (fixed costs). ``with_exposed`` cuts each ``transfer`` into parts of
-            kind ``hidden`` or ``exposed``.
-        start / end: time since the start of the timeline, in the unit of ``matmul`` and ``transfer``.
+        kind: ``matmul``, ``transfer`` or ``fixed`` (fixed costs). ``with_exposed`` cuts each ``transfer`` into
+            ``hidden`` and ``exposed``.
+        start / end: in the unit of ``matmul`` and ``transfer``.
         label: the box's tooltip.
     """
 
@@ -36,12 +33,12 @@ class Bar:
 
     @property
     def lane(self) -> str:
-        """The row in which the bar is drawn: ``matmul``, ``transfer`` or ``fixed``."""
+        """The row in which the bar is drawn."""
         return "transfer" if self.kind in ("hidden", "exposed") else self.kind
 
 
 def end(bars: Iterable[Bar]) -> float:
-    """The time at which the last bar ends. ``bars`` must not be empty."""
+    """The time at which the last of ``bars`` ends."""
     return max(bar.end for bar in bars)
 
 
@@ -62,15 +59,14 @@ def together(matmul: float, transfer: float) -> list[Bar]:
 
 
 def beside_gather(matmul: float, transfer: float) -> list[Bar]:
-    """A gather and, at the same time, the matmul of the rows that have arrived. The matmul does not end before the
-    gather."""
+    """A gather and, at the same time, the matmul of its rows. The matmul does not end before the gather."""
     last = max(matmul, transfer)
     return [Bar("transfer", 0.0, transfer, "transfer"), Bar("matmul", last - matmul, last, "matmul")]
 
 
 def gather(matmul: float, transfer: float, world_size: int, parts: int) -> list[Bar]:
-    """Gather, then matmul. The rank multiplies its own shard while sub-chunks of other ranks arrive. Then it multiplies
-    each sub-chunk after the sub-chunk has arrived."""
+    """Gather, then matmul. The own shard is multiplied while other sub-chunks arrive, then each sub-chunk that has
+    arrived."""
     hops = (world_size - 1) * parts
     hop, step = transfer / hops, matmul / (world_size * parts)
     bars = [Bar("transfer", i * hop, (i + 1) * hop, f"sub-chunk {i + 1}/{hops} arrives") for i in range(hops)]
@@ -84,8 +80,8 @@ def gather(matmul: float, transfer: float, world_size: int, parts: int) -> list[
 
 
 def reduce(matmul: float, transfer: float, world_size: int, parts: int, what: str) -> list[Bar]:
-    """Matmul, then reduce-scatter or all-to-all. The other ranks' slices are multiplied first. Each slice is sent while
-    the next one is multiplied. ``what``: the label of a transfer, with ``{}`` in place of its number."""
+    """Matmul, then reduce-scatter or all-to-all. Each slice for another rank is sent while the next one is multiplied.
+    ``what``: the label of a transfer, with ``{}`` for its number."""
     hops = (world_size - 1) * parts
     hop, step = transfer / hops, matmul / (world_size * parts)
     bars: list[Bar] = []
@@ -100,8 +96,7 @@ def reduce(matmul: float, transfer: float, world_size: int, parts: int, what: st
 
 
 def reduce_and_give_back(matmul: float, transfer: float, world_size: int, parts: int) -> list[Bar]:
-    """Matmul, then all-reduce, one band of rows after the other. A band's sum is sent to all ranks while the next band
-    is multiplied."""
+    """Matmul, then all-reduce, band by band. A band's sum is sent to all ranks while the next band is multiplied."""
     step = matmul / (world_size * parts)
     hop = transfer / (2 * (world_size - 1) * parts)
     bars: list[Bar] = []

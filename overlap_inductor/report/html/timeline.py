@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sketch one site's timeline on one rank, from the plan's estimates: as written, and by the plan.
 
-The lengths come from ``estimate_us``. It has the time of the matmul by itself and of the collective by itself. It also
-has the times of ``keep`` (the end of the row "as written") and of the piece's schedule (the end of the plan's row). The
-steps in between follow a simple model:
+The steps follow a simple model:
 
-- a piece that does not overlap (``PlanPiece.overlaps``) runs the transfer after the matmul;
-- a piece with parameter ``route`` (``transports.routes``) moves in sub-chunks, step by step;
-- if a pattern's name starts with ``attention``, attention and transfer start together;
-- any other piece runs matmul and transfer at the same time. If the transfer moves the matmul's result, the transfer
-  does not end before the matmul. If the matmul reads the gathered tensor, the matmul does not end before the transfer.
+- If a piece does not overlap (``PlanPiece.overlaps``), the transfer runs after the matmul.
+- If a piece has parameter ``route`` (``transports.routes``), it moves in sub-chunks, step by step.
+- If a pattern's name starts with ``attention``, attention and transfer start together.
+- In any other piece, matmul and transfer run at the same time. A transfer of the matmul's result ends with or after the
+  matmul. A matmul of the gathered tensor ends with or after the transfer.
 
-If the steps end before the estimated time, the rest is drawn as fixed costs: launches, steps, credits and waits. These
-fixed costs include the slowdown that the estimate adds because matmul and transfer run at the same time. If the steps
-end after the estimate, the schedule's own transfer is shorter than the collective. Then the transfer is shortened until
-the steps end at the estimate. The part of a transfer during which no matmul runs is exposed.
+The plan's row ends at the estimate of its schedule. If the steps end before, the rest is drawn as fixed costs:
+launches, credits, waits and mutual slowdown. If they end later, the transfer is shortened: the schedule's own transfer
+is faster than the collective.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Row:
-    """One timeline. ``end``: the time at which the last bar ends, which is the estimate if there is one."""
+    """One timeline. ``end``: the time at which the last bar ends."""
 
     bars: tuple[Bar, ...]
     end: float
@@ -55,8 +52,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Sketch:
-    """Two timelines of one site. ``estimated``: whether the lengths are microseconds; else ``matmul`` and
-    ``collective`` are 1 each. ``merged_steps``: whether fewer steps are drawn than the plan has."""
+    """Two timelines of one site. Without ``estimated``, matmul and collective are 1 each. ``merged_steps``: whether
+    fewer steps are drawn than the plan has."""
 
     written: Row
     planned: Row
@@ -82,8 +79,7 @@ def sketch(facts: SiteFacts, piece: PlanPiece) -> Sketch:
 
 
 def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
-    """Whether the collective runs before the matmul. A pattern's name lists collective and matmul in the order in which
-    they run."""
+    """Whether the collective runs before the matmul. A pattern's name lists them in the order in which they run."""
     if "route" in piece.parameters:
         arrives = (
             facts.pattern in ("all_to_all_matmul", "all_gather_matmul", "all_to_all_experts")
@@ -94,8 +90,8 @@ def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
 
 
 def _in_turn(gathers_first: bool, matmul: float, keep: float) -> list[Bar]:
-    """Collective and matmul, one after the other. The collective's length is ``keep`` minus the matmul, so that the
-    bars end at ``keep``. The sum of the two estimates may differ from ``keep``, because each estimate was rounded."""
+    """Collective and matmul, one after the other. The collective is drawn with the rest of ``keep``, because rounded
+    estimates may not add up."""
     between = keep - matmul if gathers_first else matmul
     first, second = ("transfer", "matmul") if gathers_first else ("matmul", "transfer")
     names = {"transfer": "collective", "matmul": "matmul"}
@@ -104,8 +100,8 @@ def _in_turn(gathers_first: bool, matmul: float, keep: float) -> list[Bar]:
 
 
 def _shape(facts: SiteFacts, piece: PlanPiece) -> tuple[Callable[[float, float], list[Bar]], bool]:
-    """A function that makes the bars from the microseconds of the matmul and of the transfer, and whether the bars have
-    fewer steps than the plan."""
+    """``(shape, merged)``. ``shape(matmul us, transfer us)`` makes the bars. ``merged``: they have fewer steps than the
+    plan."""
     world_size, route = facts.collective.world_size, piece.parameters.get("route")
     gathers_first = _gathers_first(facts, piece)
     if not piece.overlaps:

@@ -20,8 +20,7 @@ from overlap_inductor.torch_compat import operators
 
 
 def bands_of(seam: Seam, counts: Sequence[int]) -> list[int]:
-    """The numbers among ``counts`` that may be the seam's number of bands. With bands, a shard of either site has one
-    sub-chunk for each band."""
+    """The numbers among ``counts`` that may be the seam's number of bands."""
     plans = [s.decision.moving for s in (seam.scatter, seam.gather)]
     if any(p.schedule != "ring" or not p.parameters.get("unrolled") or "min_rows" in p.parameters for p in plans):
         return []
@@ -75,20 +74,18 @@ def _row_wise(seam: Seam, bands: int) -> bool:
         held = held_rows(seam.scattered, seam.region, seam.scatter.facts.collective.group_name, bands)
     except NotRowWise:
         return False
-    # A ``cat`` of bands is contiguous, so the tensors that are joined must be. Views such as ``expand`` are only cut.
+    # A ``cat`` of bands is contiguous, so the joined tensors must be. Views such as ``expand`` are only cut.
     joined = [n for n in (*seam.joined, seam.gathered) if tools.is_tensor(n)]
     return held[seam.gathered].lead == 1 and all(tools.value(n).is_contiguous() for n in joined)
 
 
 def _joinable(seam: Seam) -> bool:
-    """Whether each node whose bands are joined (``Seam.joined``) is a tensor of known size. The bands of an op with
-    several results, such as ``var_mean``, cannot be joined."""
+    """Whether each node whose bands are joined is one tensor of known size."""
     return all(tools.is_tensor(n) and not tools.has_unbacked(tools.shape(n)) for n in seam.joined)
 
 
 def _independent(seam: Seam) -> bool:
-    """Whether the gathered tensor is the only input of the gather's matmuls that is computed from the scattered
-    rows."""
+    """Whether the gather's matmuls depend on the scattered rows only through the gathered tensor."""
     nodes, known = seam.gather.nodes, dict[fx.Node, bool]()
     known[seam.gather.collectives[0].node] = False
     inside = {*nodes.others(), *(m.node for m in nodes.matmuls)}
@@ -97,7 +94,7 @@ def _independent(seam: Seam) -> bool:
 
 
 def _may_move(seam: Seam) -> bool:
-    """Whether the nodes between the two collectives may move: none of them is a collective or writes in place."""
+    """Whether no node between the two collectives is a collective or writes in place."""
     node = seam.scattered.next
     while node is not seam.gather.collectives[0].node:
         if kept_kind(node) is not None or operators.is_mutable(node):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimate the time of a seam as two rings one after the other, and in bands.
 
-Two clocks, one of the matmuls and one of the link, step through the sends, matmuls and waits of both sites. The link
-carries one piece at a time. Of the token-wise work, only the part that bands add is counted: launches and copies."""
+Two clocks, of the matmuls and of the link, step through the sends, matmuls and waits of both sites. The link carries
+one piece at a time. Of the token-wise work, only launches and copies that bands add are counted.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +22,15 @@ from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.torch_compat import operators
 
 MARGIN = 1.05
-"""With schedule ``auto``, bands are chosen only if the two rings one after the other are estimated to take more than
-this many times the time in bands."""
+"""With schedule ``auto``, the two rings must be estimated to take more than this many times the time in bands."""
 LAUNCHES = 2
-"""Launches of token-wise kernels that each band but the first adds. A residual and a norm become about two kernels.
-Each launch is taken to cost as much as the fixed cost of a hop."""
+"""Launches of token-wise kernels that each band but the first adds, each at the fixed cost of a hop. A residual and a
+norm become about two kernels."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one site. ``matmul``: its matmuls. ``wire``: the transfer of the bytes that a rank sends."""
+    """Seconds of one site: its matmuls, and the transfer of the bytes that a rank sends."""
 
     matmul: float
     wire: float
@@ -41,10 +41,8 @@ class Saved:
     """What bands save.
 
     Attributes:
-        pays: whether bands are estimated to pay.
         total: seconds of both sites in bands.
-        scatter: seconds that bands save at the scatter; negative if they cost time.
-        gather: seconds that bands save at the gather; negative if they cost time.
+        scatter, gather: seconds saved at each site; negative if bands cost time.
     """
 
     pays: bool
@@ -54,8 +52,8 @@ class Saved:
 
 
 class Clocks:
-    """``compute``: when the matmuls so far end. ``link``: when the sends so far end. ``waited``: how long the matmuls
-    waited for a transfer, for each site."""
+    """``compute``: when the matmuls so far end. ``link``: when the sends so far end. ``waited``: for each site, how
+    long the matmuls waited."""
 
     def __init__(self) -> None:
         self.compute = self.link = 0.0
@@ -65,8 +63,7 @@ class Clocks:
         self.compute += seconds
 
     def send(self, seconds: float) -> float:
-        """The time at which the piece arrives. All ranks send at the same time, so receiving a piece takes as long as
-        sending one."""
+        """The time at which the piece arrives. All ranks send at once, so receiving takes as long as sending."""
         self.link = max(self.link, self.compute) + seconds
         return self.link
 
@@ -76,8 +73,8 @@ class Clocks:
 
 
 def in_turn(scatter: Work, gather: Work, world_size: int, parts: Sequence[int]) -> Clocks:
-    """The clocks after both sites, if the gather starts when the whole scatter has arrived. ``parts``: for each site,
-    the number of sub-chunks of a shard."""
+    """The clocks after both sites, if the gather starts after the whole scatter. ``parts``: each site's sub-chunks of a
+    shard."""
     clocks, (sent, received) = Clocks(), [(world_size - 1) * n for n in parts]
     arrivals = []
     for _ in range(sent):
@@ -94,8 +91,7 @@ def in_turn(scatter: Work, gather: Work, world_size: int, parts: Sequence[int]) 
 
 
 def in_bands(scatter: Work, gather: Work, world_size: int, bands: int) -> Clocks:
-    """The clocks after both sites, if each band is gathered when it has arrived from the scatter
-    (``lowerings.ring.unrolled_bands``)."""
+    """The clocks after both sites, if each band is gathered when it has arrived (``lowerings.ring.unrolled_bands``)."""
     clocks, scattered = Clocks(), []
     for _ in range(bands):
         for _ in range(world_size - 1):
@@ -115,16 +111,15 @@ def in_bands(scatter: Work, gather: Work, world_size: int, bands: int) -> Clocks
 
 
 def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
-    """What the seam saves if it is written in ``bands``, compared with the two sites one after the other. Without
-    bands, each site has the number of sub-chunks in its own plan."""
+    """What ``bands`` save, compared with the two sites one after the other."""
     sites = seam.scatter, seam.gather
     scatters, gathers = (_work(site, config) for site in sites)
     machine = machine_of(seam.gather, config)
     parts = [s.decision.moving.parameters["sub_chunks"] for s in sites]
     world_size = seam.scatter.facts.collective.world_size
     turn, banded = in_turn(scatters, gathers, world_size, parts), in_bands(scatters, gathers, world_size, bands)
-    # ``hops``: the sends that bands add to the scatter and to the gather. The gather sends a band to all ranks in one
-    # step. For each band but the first, the scatter also gets a wait, and the gather a matmul of this rank's own rows.
+    # ``hops``: the sends that bands add. The gather sends a band to all ranks in one step. Each band but the first also
+    # adds a wait to the scatter, and a matmul of this rank's own rows to the gather.
     hops = (world_size - 1) * (bands - parts[0]), bands - (world_size - 1) * parts[1]
     steps = hops[0] + bands - 1, hops[1] + (1 + LAUNCHES) * (bands - 1)
     added = steps[0] * machine.step_seconds, steps[1] * machine.step_seconds + copy_seconds(seam, machine)
@@ -134,7 +129,7 @@ def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
 
 
 def copy_seconds(seam: Seam, machine: Machine) -> float:
-    """Seconds to join the bands of the tensors that nodes outside the region read: one read and one write of each."""
+    """Seconds to join bands for nodes outside the region: one read and one write of each tensor."""
     tensors = operators.tensors_in([tools.value(n) for n in seam.joined])
     nbytes = sum(hint(tools.numel(list(t.shape))) * t.dtype.itemsize for t in tensors)
     return 2 * nbytes / machine.memory_bytes

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the seams of a graph. A seam is a site ``matmul -> reduce-scatter``, token-wise work on its rows, and a site
-``all-gather -> matmul`` that gathers the result::
+"""Find the seams of a graph: a site ``matmul -> reduce-scatter``, token-wise work on its rows, and a site ``all-gather
+-> matmul`` that gathers the result::
 
     r = reduce_scatter(o_proj(a)) + x;  n = norm(r);  y = up(all_gather(n))
         scatter                         region        gather
-
-Finding a seam changes nothing, and says nothing about whether it may be written in bands (``check``).
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ class Seam:
     Attributes:
         scatter: the reduce-scatter with its matmuls.
         gather: the all-gather with its matmuls.
-        region: the nodes between the two sites, in graph order. They are computed from the scattered rows, and the
-            gathered rows are computed from them.
+        region: the nodes on the way from the scattered rows to the gathered rows, in graph order.
     """
 
     scatter: DecidedSite
@@ -49,15 +46,14 @@ class Seam:
 
     @property
     def joined(self) -> list[fx.Node]:
-        """The nodes of ``region`` that have a reader other than the gather. If the seam is written in bands, the bands
-        of these nodes are joined for such readers."""
+        """The nodes of ``region`` that have a reader other than the gather, for which their bands are joined."""
         known = {*self.region, *self.gather.collectives[0].chain()}
         return [n for n in self.region if not known.issuperset(n.users)]
 
 
 def find(sites: Iterable[DecidedSite]) -> list[Seam]:
-    """The seams among ``sites``. A gather goes with the last scatter before it from which the gathered rows are
-    computed. If several gathers go with one scatter, the first of them is taken."""
+    """The seams among ``sites``. A gather goes with the last scatter on which its rows depend. Of several gathers that
+    go with one scatter, the first is taken."""
     found: dict[str, Seam] = {}
     ordered = sorted(sites, key=lambda s: s.collectives[0].node)
     scatters = [s for s in ordered if s.facts.pattern == "matmul_reduce_scatter"]
@@ -74,8 +70,8 @@ def find(sites: Iterable[DecidedSite]) -> list[Seam]:
 
 
 def between(first: fx.Node, last: fx.Node) -> list[fx.Node] | None:
-    """The nodes on the way from ``first`` to ``last``: they are computed from ``first``, and ``last`` is computed from
-    them. In graph order, with ``last`` and without ``first``. ``None`` if ``last`` does not depend on ``first``."""
+    """The nodes on the way from ``first`` to ``last`` in graph order, without ``first``. ``None`` if ``last`` does not
+    depend on it."""
     known: dict[fx.Node, bool] = {}
     if not tools.depends_on(last, first, known):
         return None
@@ -91,11 +87,8 @@ def between(first: fx.Node, last: fx.Node) -> list[fx.Node] | None:
 
 
 def held_rows(scattered: fx.Node, region: Iterable[fx.Node], group_name: str, bands: int) -> dict[fx.Node, Rows]:
-    """How ``scattered`` and the nodes of ``region`` are held if the rows are divided into ``bands``.
-
-    Raises:
-        NotRowWise: the op of a node cannot be computed on the rows of one band.
-    """
+    """How ``scattered`` and the nodes of ``region`` are held if the rows are divided into ``bands``. Raises
+    ``NotRowWise`` if an op cannot be computed on one band."""
     held = {scattered: Rows(Tokens(group_name, bands, tools.shape(scattered)[0]), 1)}
     for node in region:
         rule = rule_of(node)

@@ -20,20 +20,15 @@ from overlap_inductor.sites.sizes import has_example
 
 
 def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[list[str]] = ()) -> list[Seam]:
-    """The seams among ``sites`` that are written in bands. The plans of their sites get the parameter ``bands``, and
-    estimates that are shorter by what the bands save. If the schedule is forced, bands need not pay, and the estimates
-    may become longer.
+    """The seams among ``sites`` that are written in bands. Their sites' plans get the parameter ``bands`` and estimates
+    in bands. If the schedule is forced, bands need not pay.
 
-    In bands, a shard of either site has one sub-chunk for each band. If several numbers of bands are possible, the seam
-    takes the smallest number whose estimated time is close to the shortest estimated time. This number may exceed the
-    number of sub-chunks in a site's own plan. Alone, a site whose matmul is short needs few sub-chunks, but its seam
-    may need more.
-
-    Bands add nodes. Unrolled rings use a part of the graph's ``step_node_budget``. The seams share the rest, in graph
-    order: a seam is written in bands if the nodes that its bands add fit into what is left.
+    The seam takes the smallest number of bands whose estimated time is close to the shortest. Bands add nodes, and must
+    fit into what unrolled rings and earlier seams have left of ``step_node_budget``.
 
     Args:
-        uncut: the ids of the two sites of each seam that is not to be cut, because writing it has failed."""
+        uncut: the ids of the two sites of each seam that must not be cut, because writing it has failed.
+    """
     rings = [s for s in sites if s.decision.moving.parameters.get("unrolled")]
     left = config.step_node_budget - sum(unrolled_nodes(s) or 0 for s in rings)
     joined = []
@@ -57,13 +52,17 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
 
 
 def added_nodes(seam: Seam, bands: int) -> int:
-    """Estimated number of FX nodes that bands add. Each band but the first adds the nodes of the region, and slices of
-    the other tensors that the region reads. It also makes one more piece of this rank's own rows, and so adds the
-    gather's steps for that piece. If a site's own plan has fewer sub-chunks than bands, the steps of the additional
-    sub-chunks count, too.
+    """Estimated number of FX nodes that bands add:
 
-    All ranks should make the same decision, although an op of the region may exist on one rank only. So the number of
-    the region's nodes and slices is rounded up to a multiple of 8."""
+    - the nodes of the region, for each band but the first;
+    - slices of other tensors that the region reads;
+    - the gather's steps for more pieces of this rank's own rows;
+    - the steps of sub-chunks that the sites' own plans lack;
+    - the nodes that join bands.
+
+    An op of the region may exist on one rank only, and all ranks should decide alike. So the number of the region's
+    nodes and slices is rounded up to a multiple of 8.
+    """
     inside = {seam.scattered, *seam.region}
     sliced = {i for n in seam.region for i in n.all_input_nodes if i not in inside}
     region = -(-(len(seam.region) + len(sliced)) // 8) * 8

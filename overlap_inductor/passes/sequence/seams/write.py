@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write seams in bands, after the steps of their sites were written. A band of rows goes through the token-wise work
-and into the gather while later bands still travel to this rank.
+"""Write seams in bands, after the steps of their sites were written. A band goes through the token-wise work and into
+the gather while later bands still travel to this rank.
 
 Before and after, for two bands (``lowerings.ring.unrolled_bands`` wrote the steps)::
 
@@ -11,12 +11,8 @@ Before and after, for two bands (``lowerings.ring.unrolled_bands`` wrote the ste
     wait 0; ...                                     r = cat(r0, r1)                     # if other nodes read r
                                                     wait 0; ...
 
-Contract: the graph computes the same numbers, because each band is computed by the rules of ``passes.sequence.rules``.
-If a step of another site stands between the two sites, ``write`` raises an error. The seam's waits would have to move
-past that step, but waits of one group must keep their order.
-
-Source: Domino (Wang et al., arXiv:2409.15241) cuts the batch and the weights of each layer by hand. The collective of
-one part then runs under the matmuls of another part.
+Contract: the graph computes the same numbers. Waits of one group must keep their order, so no step of another site may
+stand between the seam's steps. Source: Domino (Wang et al., arXiv:2409.15241).
 """
 
 from __future__ import annotations
@@ -57,7 +53,7 @@ def write(
 
     Args:
         emitted: the communicating ops of all sites.
-        parts: the bands of each tensor that earlier seams wrote in bands. The bands of this seam are added.
+        parts: the bands of each tensor of earlier seams. This seam adds its own.
         values: evaluates the nodes that are written.
 
     Raises:
@@ -101,7 +97,7 @@ class _Steps:
         return len(self.waits)
 
     def sums(self, band: int) -> list[fx.Node]:
-        """The scatter's nodes from the wait of ``band`` to the rows of that band."""
+        """The scatter's nodes from the wait of ``band`` to its rows."""
         ends = [*self.waits, self.rows]
         return _range(ends[band], ends[band + 1])
 
@@ -121,7 +117,7 @@ def _write(steps: _Steps, parts: dict[fx.Node, list[fx.Node]], values: StepValue
             wait = steps.waits[band]
             for node in steps.sums(band):
                 before.prepend(node)
-            # This orders the wait after the matmuls of the previous band.
+            # The wait comes after the matmuls of the previous band.
             wait.args = (*wait.args, own[band - 1])
             mark(wait)
         writer = _BandWriter(steps, band, parts, values)
@@ -141,8 +137,8 @@ def _give_whole(
     parts: dict[fx.Node, list[fx.Node]],
     values: StepValues,
 ) -> None:
-    """After the last send, join the bands of each node of ``region`` that nodes outside the region read. The nodes in
-    ``readers`` (from ``_readers``) also move behind the last send."""
+    """After the last send, join the bands of each node of ``region`` that nodes outside read. ``readers`` move there,
+    too."""
     inside, last = set(region), steps.sends[-1]
     behind = last.next
     behind.prepend(steps.rows)
@@ -167,8 +163,8 @@ def _give_whole(
 
 
 def _readers(rows: fx.Node, last: fx.Node, inside: set[fx.Node], pieces: set[fx.Node]) -> list[fx.Node]:
-    """In graph order, the nodes before ``last`` that are computed from ``rows``. Left out are the nodes ``inside``,
-    ``pieces``, and what is computed from ``rows`` only through ``pieces``."""
+    """In graph order, the nodes before ``last`` that are computed from ``rows``, except those ``inside`` and those that
+    depend on ``rows`` only through ``pieces``."""
     found: list[fx.Node] = []
 
     def visit(node: fx.Node) -> bool:
@@ -192,7 +188,6 @@ def _range(first: fx.Node, end: fx.Node) -> list[fx.Node]:
 
 
 def _call(graph: fx.Graph, like: fx.Node, values: StepValues, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Write a node with the metadata of ``like``."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k not in NOT_COPIED}
     node.meta["val"] = values.evaluate(node, "")
@@ -200,8 +195,8 @@ def _call(graph: fx.Graph, like: fx.Node, values: StepValues, target: Any, *args
 
 
 class _BandWriter:
-    """Writes the token-wise work of one band. Implements ``rules.Writer``. ``parts``: the bands of each tensor that was
-    written in bands, also in earlier seams."""
+    """Writes the token-wise work of one band. Implements ``rules.Writer``. ``parts``: the bands of each tensor written
+    so far."""
 
     def __init__(self, steps: _Steps, band: int, parts: Mapping[fx.Node, list[fx.Node]], values: StepValues) -> None:
         self._graph, self._band, self._bands = steps.graph, band, steps.bands
