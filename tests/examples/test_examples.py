@@ -54,7 +54,7 @@ LINES: dict[str, list[str]] = {
 }
 
 WITH_KERNELS = ("functional_collectives",)
-"""The example with C++ kernels and unrolled rings. Building kernels and unrolling would take most of the others' time."""
+"""The example with C++ kernels and unrolled rings. For the others, both would take most of the time."""
 
 
 def test_every_example_is_run_here_and_is_short() -> None:
