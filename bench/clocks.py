@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the GPU's clock rate while providers run, and scale their times to the highest clock rate.
 
-The scaled times show why a provider (``bench.providers``) is slow. It waits, or it heats the GPU so that the clock rate
-falls.
+The scaled times show why a provider (``bench.providers``) is slow: either it waits, or it heats the GPU so that the
+clock rate falls.
 
     torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 \\
         --schedules chunked fused/copy_engine --out rows.jsonl
@@ -15,8 +15,8 @@ runs in three ways (``bench.timing`` says what hidden and in the loop mean)::
     compiled    CALLS calls of compiled graphs, with the host in the loop
 
 Around each sample, a kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``). Each
-provider, and the matmul alone, gets a JSON row. It holds the longest median time and the lowest median clock rate of
-any rank. Before the timing, results are compared with results in fp32.
+provider, and the matmul alone, gets a JSON row for each way. A row holds the longest median time and the lowest median
+clock rate of any rank. Before the timing, results are compared with results in fp32.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ def made(
 
 
 def compiled(layer: torch.nn.Module, **config: Any) -> Callable[..., torch.Tensor]:
-    """``layer``, compiled under ``config``. Dynamo caches by code object, so each call makes a new one."""
+    """``layer``, compiled under ``config``. Dynamo caches by code object, so each call of this function makes a new
+    code object."""
     namespace = {"layer": layer}
     exec("def call(*args): return layer(*args)", namespace)
     function = torch.compile(namespace["call"], dynamic=False)

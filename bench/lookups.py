@@ -6,11 +6,11 @@
     torchrun --nproc-per-node 8 -m bench.lookups --mode mean --jagged --dtype bfloat16 --budget-seconds 300
 
 Before and after the timing, each result is compared with sums in fp64. A wrong result ends the benchmark. Two parts are
-timed alone: ``lookups`` is the plain graph without the all-to-all, and ``exchange`` is only the all-to-all. All other
-calls are compiled.
+timed alone: ``lookups`` is the plain graph without the all-to-all, and ``exchange`` is only the all-to-all. All calls
+except ``exchange`` are compiled.
 
-A case is a JSON row. It holds each call's time with the host hidden and in the loop (``bench.timing``), and the cost
-model's estimates.
+Each case gets a JSON row. The row holds each call's time with the host hidden and in the loop (``bench.timing``), and
+the cost model's estimates.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ receives exactly what it would in the larger group.
 **Where rows are written.** A GPU sends as rank 0 to peer ``p``. The other GPU counts itself as rank 0, so its sender is
 rank ``world_size - p``. The rows go to that rank's place in the other GPU's workspace.
 
-**What is missing.** Delays of single peers, contention at receivers, and NCCL's collective. So there is no row for
-``keep``, and times are compared with the matmul alone.
+**What is missing.** No single peer is late, no receiver is contended for, and NCCL's collective is not run. So there is
+no row for ``keep``, and times are compared with the matmul alone.
 
-**How good the times are.** With ``--world-size 8``, against times on 8 GPUs::
+**How good the times are.** Times with ``--world-size 8`` were compared with times on 8 GPUs::
 
-    gathers and scatters, from 2048 tokens on    within 5 %
+    gathers and scatters, from 2048 tokens on    at most 5 % apart
     all-reduces of fused                         6 to 13 % longer on 8 GPUs
     all-reduces of chunked in bands              25 to 37 % longer on 8 GPUs
         4096 tokens in 2 bands                   720 us on 8 GPUs, 574 us here
@@ -103,9 +103,10 @@ def mirrored(
         turned: whether the buffer holds the flags of a gather by copy engines with turns.
 
     Copies write turned flags through ``peers``. Before a copy to receiver ``p``, a kernel reads the flag of source
-    ``world_size - 1`` through ``pointers``. Relative to ``peers[p]``, that is past the last flag. So ``pointers`` are
-    lower by ``world_size * shift`` elements, and the kernel reads the flag of source ``world_size - 1 - p``. This GPU's
-    copy to receiver ``p + 1`` has set it one turn earlier. Credits written through ``pointers`` fall into the margin.
+    ``world_size - 1`` through ``pointers``. From ``peers[p]`` on, this flag would lie past the last flag. So the
+    addresses in ``pointers`` are lower by ``world_size * shift`` elements, and the kernel reads the flag of source
+    ``world_size - 1 - p``. This GPU's copy to receiver ``p + 1`` has set that flag one turn earlier. Credits written
+    through ``pointers`` fall into the margin.
 
     Raises:
         ValueError: ``turned`` is set, and the margin is smaller than ``world_size * shift`` elements.

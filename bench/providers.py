@@ -257,8 +257,8 @@ def _check_room(site: Site, label: str, name: str) -> None:
 
 
 def chosen(wanted: Sequence[str], variants: Sequence[Variant], case: Case, device: torch.device) -> list[str]:
-    """The names of the providers that compute the case here: ``keep``, ``wanted``, then the variants. In ``wanted``,
-    the name of a schedule stands for the schedule over each of its transports."""
+    """The names of the providers that can compute the case here: ``keep`` and those in ``wanted``, then the variants.
+    In ``wanted``, the name of a schedule stands for the schedule over each of its transports."""
     found = [n for n in provider_names() if n == "keep" or n in wanted or n.split("/")[0] in wanted]
     return [n for n in [*found, *(v.name for v in variants)] if why_not(n, case, device) is None]
 

@@ -34,8 +34,8 @@ def push_striped(
         peer_data, peer_flags: int64 ``[WORLD]``, the addresses of every rank's data and flags (int32 words).
         offset: in words. The address at ``offset`` in each rank's data is a multiple of 16 bytes.
         elements: words, a multiple of 4.
-        rank: of the sender. A call adds ``BLOCKS`` to word ``(rank * PARTS + p) * 32`` of a peer's flags, the flag of
-            part ``p``.
+        rank: the sender's rank. A call adds ``BLOCKS`` to word ``(rank * PARTS + p) * 32`` of a peer's flags, the flag
+            of part ``p``.
     """
     block = tl.program_id(0)
     part_size = tl.cdiv(tl.cdiv(elements, PARTS), BLOCK) * BLOCK

@@ -24,7 +24,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor) -> tor
 
 
 def as_sent(x: torch.Tensor) -> torch.Tensor:
-    """``x``. If its dtype is fp8, it is viewed as bytes, because not every backend moves fp8."""
+    """``x``, viewed as bytes if its dtype is fp8, because not every backend moves fp8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 

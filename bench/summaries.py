@@ -85,7 +85,7 @@ def headline_rows() -> list[Row]:
     """For each pattern and token count, the speed-ups of ``auto`` and async TP over ``keep``, and their limit.
 
     ``limit``: the speed-up if the shorter of matmul and collective were wholly hidden. ``async_tp`` is ``None`` if
-    PyTorch has none for the pattern.
+    PyTorch has no async TP for the pattern.
     """
     found = []
     for (pattern, tokens), same in groups(_operators(**HEADLINE), "pattern", "tokens").items():
@@ -242,8 +242,8 @@ def turns() -> str:
 
 
 def compile_cost() -> str:
-    """CPU time to compile a Llama of 32 layers, every run. The brackets have its ratio to the plain compile of the
-    run."""
+    """CPU time to compile a Llama of 32 layers, every run. Brackets hold the ratio of this time to that of the plain
+    compile in the same run."""
     lines, plain = [], {}
     for row in _read("compile_cost"):
         both = [row["seconds"], row["seconds"] + row["compiler_seconds"]]
@@ -299,7 +299,8 @@ def slow_link() -> str:
 
 
 def layers_rows(name: str = "layers_slow_link") -> list[Row]:
-    """The stored rows of ``bench.layers``, from the last run of each program on each link. ``name``: of the file."""
+    """The stored rows of ``bench.layers``, from the last run of each program on each link. ``name``: the file's name,
+    without its suffix."""
     program = ("ranks", "link", "phase", "batch", "tokens")
     return [row for same in groups(_read(name), *program).values() for row in same if row["date"] == same[-1]["date"]]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time schedule ``wave_groups`` against ``keep``, and its planned partition against others, on llama3-70b's MLP.
 
-A *partition* divides the matmul's waves into groups. When the waves of a group have ended, its collective starts.
+A *partition* divides the matmul's waves into groups. A group's collective starts when the group's waves have ended.
 
     torchrun --nproc-per-node 4 -m bench.wave_groups --tokens 4096 8192 --out bench/results/wave_groups.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 -m bench.wave_groups
@@ -14,8 +14,9 @@ provider::
     free N        a call that leaves N SMs free for NCCL, with the partition that is predicted to be best for N
     matmul        the matmul alone
     collective    the collective alone
-    partitions    the planned partition against at most ``--candidates`` others: equal groups, then random ones. It and
-                  the three fastest are timed again. ``within``: its time divided by the shortest of these times
+    partitions    the planned partition against at most ``--candidates`` others: equal groups, then random ones. The
+                  planned one and the three fastest others are timed again. ``within``: the planned one's time divided
+                  by the shortest of these times
     timeline      microseconds from the call's start to the end of the matmul and of each group's collective. If all
                   collectives end after the matmul, NCCL's blocks found no room beside it
 """
@@ -89,8 +90,8 @@ class Site:
 
 
 def error_of(function: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
-    """The largest error of a second call over all ranks, relative to the largest element. It also shows whether the
-    first call left a wrong state."""
+    """The largest error of a second call over all ranks, relative to the largest element. A second call also shows
+    whether the first call left a wrong state."""
     function()
     return greatest(float((function().float() - expected).abs().max() / expected.abs().max()))
 
@@ -100,7 +101,8 @@ def medians(providers: dict[str, Callable[[], Any]], repeats: int) -> dict[str, 
 
 
 def some_partitions(waves: Waves, count: int) -> list[tuple[int, ...]]:
-    """``count`` partitions, first those with equal groups, then random ones. All, if there are at most ``count``."""
+    """``count`` partitions, first those with equal groups, then random ones. All partitions, if there are at most
+    ``count``."""
     first, *inner, last = cuts(waves)
     if 2 ** len(inner) <= count:
         return list(partitions(waves))

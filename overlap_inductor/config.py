@@ -208,8 +208,7 @@ class OverlapConfig:
         return config
 
     def cache_key(self) -> tuple[tuple[str, Any], ...]:
-        """The fields that decide which code is generated, as ``(name, value)``, for a pass's ``uuid`` and a rank's
-        plan."""
+        """All fields except ``dump`` and ``notice``, as ``(name, value)``, for a pass's ``uuid`` and a rank's plan."""
         return tuple((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["cache_key"])
 
 

@@ -48,7 +48,7 @@ class Experts(torch.nn.Module):
     Args:
         places: how rows get back into the tokens' order: ``put`` (as in ``transformers``), ``argsort``, or ``negative``
             indices.
-        late: whether the weights are applied after this, rather than before.
+        late: whether the weights are applied after the rows are back in that order, rather than before.
         reduce: the collective that adds the ranks' sums. ``None``: an all-reduce.
     """
 
@@ -124,7 +124,7 @@ class DispatchedExperts(torch.nn.Module):
 
     Args:
         shared: whether a shared expert also multiplies all tokens of the rank.
-        exchange: the function that exchanges rows. With a local function instead, nothing is exchanged.
+        exchange: the function that exchanges rows. With a local function instead, no rows are exchanged.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``overlap-inductor demo``: run two models here with and without overlap, compare the results and time the runs.
 
-The models are a Hugging Face Llama and a sequence-parallel block. By default, they run on the most of 8, 4 or 2 GPUs
-that this machine has. With fewer than two GPUs, they run on two CPU processes, joined by a slow link if possible.
+The models are a Hugging Face Llama and a sequence-parallel block. By default, they run on 8, 4 or 2 GPUs, the most that
+this machine has. With fewer than two GPUs, they run on two CPU processes, joined by a slow link if possible.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PARTS = ("llama", "block")
 HEADS = 8
 LLAMA_NEEDS = ("transformers", "accelerate")
 SIZES = {"cpu": (512, 1024), "cuda": (4096, 4096)}
-"""Default hidden size and sequence length: matmuls and collectives last longer than a launch."""
+"""Default hidden size and sequence length. With these, matmuls and collectives last longer than a launch."""
 MEGABITS = 500
 """Default rate of the slow link in Mbit/s. A collective of the demo then lasts about as long as its matmul."""
 

@@ -45,7 +45,7 @@ def run_doctor(as_json: bool = False) -> int:
 
 
 def collect() -> list[Check]:
-    """All checks, in the order in which they are shown. If torch is missing or not supported, only those of the
+    """All checks, in the order in which they are shown. If torch is missing or not supported, only the checks of the
     software."""
     checks = doctor_machine.software()
     if any(check.name == "torch" and check.state == BAD for check in checks):

@@ -58,7 +58,8 @@ def run_ranks(
     have ended.
 
     Args:
-        folder: for each rank's log, ``rank_<r>.log``: its standard error and, except for rank 0, its standard output.
+        folder: the folder of the logs. ``rank_<r>.log`` holds a rank's standard error and, except for rank 0, its
+            standard output.
         environment: variables of the ranks, without those that this function sets.
         hosts: network namespaces to run in, one for each rank. If empty, this process's network.
         timeout: seconds after which all ranks are stopped.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulates hosts that a slow link joins, on one Linux machine: network namespaces on a bridge with rate limits.
 
-Needs root, and the tools ``ip`` and ``tc`` of iproute2. Everything is removed at the end, also after an error.
+This needs root, and the tools ``ip`` and ``tc`` of iproute2. The namespaces and the bridge are removed at the end, also
+after an error.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Host:
 
 
 def why_not() -> str | None:
-    """Why this process cannot make a slow link, or ``None``. To find out, it makes one and removes it."""
+    """Why this process cannot make a slow link, or ``None``. To find out, this function makes one and removes it."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "making network namespaces needs root; run the command as root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]

@@ -2,8 +2,8 @@
 """The cost model estimates the seconds of a site's matmul alone and of its collective alone.
 
 Without overlap a site takes ``T_matmul + T_collective``. A schedule hides a part of one time behind the other, and pays
-a fixed cost. Its ``cost.py`` says how much stays exposed. Section 1.3 of CommFuse and the gate of XLA's windowed einsum
-use the same form.
+a fixed cost. The schedule's ``cost.py`` says how much stays exposed. Section 1.3 of CommFuse and the gate of XLA's
+windowed einsum use the same form.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SiteSizes:
         contracted: bytes that a rank receives in an all-to-all before matmuls that contract the exchanged dim; else 0.
         memory: bytes that lookups in tables read and write.
         lookups: number of lookups in tables.
-        skipped: the part of ``flops`` that the program does not compute: causal attention skips masked keys.
+        skipped: the part of ``flops`` that the program as written does not compute: causal attention skips masked keys.
     """
 
     flops: float
@@ -74,7 +74,7 @@ def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def written_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of the matmuls as the program writes them."""
+    """Seconds of the matmuls in the program as written, which does not compute the ``skipped`` FLOPs."""
     return matmul_seconds(replace(sizes, flops=sizes.flops - sizes.skipped), machine)
 
 

@@ -23,14 +23,15 @@ class PlanPiece:
 
     Attributes:
         schedule: name of the schedule, or ``keep``.
-        transport: name of the transport; ``None`` for ``keep``. Names joined by "or" if the op chooses at each call.
+        transport: name of the transport; ``None`` for ``keep``. Several names joined by "or" if the op chooses one at
+            each call.
         tokens: first and last token count that the piece serves, in rows of the rank's own matmul. ``None``: no upper
             bound.
         parameters: parameters of the schedule (``sub_chunks``, ``route``, ``unrolled``...).
-        estimate_us: estimated microseconds of each schedule that was compared, of ``keep``, and of its parts ``matmul``
-            and ``collective``.
+        estimate_us: estimated microseconds of each schedule that was compared, of ``keep``, and of the parts of
+            ``keep``: ``matmul`` and ``collective``.
         overlaps: whether the transfer runs at the same time as the matmul. Schedule ``small_message`` transfers after
-            it.
+            the matmul.
     """
 
     schedule: str

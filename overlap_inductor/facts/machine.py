@@ -94,5 +94,5 @@ BOXES = {"h200": Box("h200", "8 x NVIDIA H200, each linked to all others by NVLi
 
 def machine_for(device_type: str) -> Machine:
     """The shipped ``Machine`` for ``device_type``: a torch device type, or ``WITHOUT_PEERS``. An unknown accelerator
-    gets the CPU's, so only large sites are overlapped."""
+    gets the CPU's ``Machine``, so only large sites are overlapped."""
     return _MACHINES.get(device_type, _MACHINES["cpu"])

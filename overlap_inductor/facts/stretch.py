@@ -37,8 +37,8 @@ class StretchFacts:
         nodes: number of nodes that run on rows.
         status: ``rewritten`` | ``kept`` | ``refused``.
         source: ``analytic`` | ``forced``.
-        estimate_us: estimated microseconds as written (``keep``) and as ``rewritten``, or empty: matmuls, exposed
-            collectives and token-wise work.
+        estimate_us: estimated microseconds of matmuls, exposed collectives and token-wise work, as written (``keep``)
+            and as ``rewritten``; empty if nothing was estimated.
         reasons: why the stretch is not rewritten.
         program: the first 16 hex digits of a hash of the stretch's operators, and of numbers among their arguments,
             such as an epsilon. Ranks compare it.

@@ -64,7 +64,7 @@ class ComparedCall:
     """Calls ``overlapped`` if all ranks exchange the same, else the plain program.
 
     Args:
-        overlapped: the compiled graph's own callable. Without overlap, this is the plain program.
+        overlapped: the compiled graph's own callable. If the graph overlaps nothing, this is also the plain program.
         reports: the reports of the graph and its subgraphs, with what they exchange.
         plain: compiles the plain program. ``None`` if there is none, or if it cannot be restored.
         on_accelerator: whether the graph runs on another device than the CPU. If so, ranks that share no memory page
@@ -89,7 +89,7 @@ class ComparedCall:
         same = [entry for r in reports for entry in r.same_inputs]
         self.in_plan = [(i, name) for i, name, _, lasting in same if lasting and len(self.names) == 1]
         """``(index among the inputs, name)`` of parameters and buffers whose digests are part of the plan. Empty if the
-        graph has several groups: all compare the plan, but a parameter may be the same in one only."""
+        graph has several groups: all groups compare the plan, but a parameter may be the same in only one group."""
         self.apart_from_plan = [(i, name, group) for i, name, group, _ in same if (i, name) not in self.in_plan]
         """The other inputs that must be the same on all ranks of a group."""
         self.parameters: dict[str, list[int]] = {}
@@ -102,8 +102,8 @@ class ComparedCall:
         """The comparisons by their plan's digest. Inputs with equal values share a comparison."""
         self.overlaps = any(p.overlaps for p in self.plans)
         self.ready = not self.overlaps
-        """Whether ``overlapped`` may run as soon as all ranks agree: without overlap, or after ``_prepare`` for
-        ``groups``."""
+        """Whether ``overlapped`` may run as soon as all ranks agree. True if the graph overlaps nothing, or if
+        ``_prepare`` has run for ``groups``."""
         self.plain: Callable[[list[Any]], Any] | None = None
         self._boxed_call = True
 
@@ -122,7 +122,7 @@ class ComparedCall:
         been compared yet."""
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
-            # On a fake group, sends and receives move nothing, so rings (no workspace) can overlap.
+            # On a fake group, sends and receives move nothing, so rings, which need no workspace, can overlap.
             comparison.withdrawn = True
             outcome = agreement.Outcome(
                 False,

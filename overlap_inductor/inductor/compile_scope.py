@@ -71,7 +71,8 @@ _as_written: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def keep_as_written(gm: Any, written: Any) -> None:
-    """Remember ``written``: ``gm``, an inference graph, before a pass on the joint graph rewrote it."""
+    """Remember ``written``, a copy of the inference graph ``gm`` from before a pass on the joint graph rewrote
+    ``gm``."""
     _as_written[gm] = written
 
 
@@ -135,7 +136,7 @@ def current_phase() -> str | None:
 
 def refusal_context() -> str | None:
     """Why no site may be overlapped in the graph being compiled, or ``None``. Code of AOTInductor and of
-    ``cpp_wrapper`` cannot call our Python ops. The scope may have another reason."""
+    ``cpp_wrapper`` cannot call our Python ops. The scope's ``refusal`` may be another reason."""
     from torch._inductor import config
     from torch._inductor.virtualized import V
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of the pass: a hash of everything that can change its result, except the graph.
 
-The hash is part of the cache keys of Inductor and AOTAutograd. It leaves out the dump folder. A cache hit can write the
-graph's stored reports to any folder.
+The hash is part of the cache keys of Inductor and AOTAutograd. It leaves out the switches ``dump`` and ``notice``,
+which do not change the result. On a cache hit, the graph's stored reports can be written to any folder.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def source_hash() -> str:
 def registered() -> list[tuple[str, str]]:
     """``(name, digest of the sources)`` of every registered schedule, pattern and transport.
 
-    For an entry of this package, the digest is empty, because ``source_hash`` covers it. For another entry, it covers
-    the modules that define its class and its ops:
+    For an entry of this package, the digest is empty, because ``source_hash`` covers it. For another entry, the digest
+    covers the modules that define the entry's class and ops:
 
     - module of a package: every Python file below the module's folder;
     - other module: the module's file;

@@ -72,8 +72,9 @@ _local = _Local()
 
 
 class _Attached(str):
-    """Reports of a graph that this process compiled, as JSON. They are pickled as a plain ``str``. So a plain ``str``
-    marks a graph from a cache. ``known``: the reports were activated."""
+    """Reports of a graph, as JSON, which this process has compiled or has already activated. They are pickled as a
+    plain ``str``. So a plain ``str`` marks a graph that was just loaded from a cache. ``known``: the reports were
+    activated."""
 
     known = False
 
@@ -86,7 +87,8 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
 
     Args:
         expected: returns the configuration that is switched on, or ``None``.
-        shared_pass: for a backward that is compiled while the slot does not hold our pass (``_follow_forward``).
+        shared_pass: the pass for a backward that is compiled while the slot does not hold our pass
+            (``_follow_forward``).
     """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor import compile_fx
@@ -250,8 +252,8 @@ def _fx_codegen_and_compile(original: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _plain_program(gm: Any, example_inputs: Any) -> plain_program.Captured | None:
-    """The plain program of ``gm``. ``None`` if a pass on the joint graph has rewritten a training graph: this has
-    changed what the forward saves."""
+    """The plain program of ``gm``. ``None`` for a training graph that a pass on the joint graph has rewritten, because
+    the rewrite has changed what the forward saves."""
     if not rewritten(gm.graph):
         return plain_program.capture(gm, example_inputs)
     written = compile_scope.as_written(gm)
@@ -332,7 +334,8 @@ def _switched_off(groups: list[str]) -> OverlapReport:
 def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``FakeTensorUpdater.incremental_update``, which evaluates the shapes of nodes that a pass has added.
 
-    In a graph with an overlapped site, Inductor skips nodes whose values are up to date, and adds no guards.
+    In a graph with an overlapped site, this function lets Inductor skip nodes whose values are up to date, and keeps it
+    from adding guards.
     """
     scope = compile_scope.current()
     if scope is None or not any(s.decision.status == "overlapped" for r in scope.reports for s in r.sites):
@@ -360,9 +363,9 @@ def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs:
 def _has_aliasing_or_mutation(original: Callable[..., bool], node: Any) -> bool:
     """Around ``BaseSchedulerNode.has_aliasing_or_mutation``, which Inductor calls only before it fuses nodes.
 
-    Inductor fuses no node into a template if the node's output aliases a buffer. This function allows it for a node
-    that writes a piece straight to its place in a whole tensor. The fusion is safe: readers of the whole tensor wait
-    for all pieces, and no other node writes to that place.
+    Inductor fuses no node into a template if the node's output aliases a buffer. This function allows the fusion of a
+    node that writes a piece straight to its place in a whole tensor. The fusion is safe: readers of the whole tensor
+    wait for all pieces, and no other node writes to that place.
     """
     outputs = node.get_outputs()
     if (
@@ -391,8 +394,8 @@ def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = True) -> None:
-    """Log, count and dump the reports. ``strict``: raise a ``StrictError`` (in ``_try_load``, if a load from
-    AOTAutograd's cache is running). Otherwise, drop it."""
+    """Log, count and dump the reports. With ``strict``, a ``StrictError`` is raised. During a load from AOTAutograd's
+    cache, ``_try_load`` raises it. Without ``strict``, a ``StrictError`` is dropped."""
     config = config_in_effect()
     for report in reports:
         report.graph = compile_scope.current_graph_name() or report.graph

@@ -20,7 +20,7 @@ _NEEDED = "overlap_inductor.inductor.pass_slot"
 """The module that the callbacks use. If its body imports the awaited module, the callback waits until the body has
 run."""
 _postponed: list[_Waiting] = []
-"""The finders whose callbacks wait for ``_NEEDED``. ``resume`` will run them."""
+"""The finders whose callbacks wait for ``_NEEDED``. ``resume`` will run the callbacks."""
 
 
 class _Waiting(MetaPathFinder):

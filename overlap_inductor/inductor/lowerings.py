@@ -10,8 +10,9 @@
 ``agree``                             a call
 ====================================  =================================================
 
-The slice of rank ``r + shift`` is a ``ReinterpretView``. Its offset contains the rank as a symbol (``rank_symbol``).
-Inductor's matmuls and pointwise kernels read the view in place, and write pieces straight to their places::
+On rank ``r``, the slice of rank ``r + shift`` is a ``ReinterpretView``. Its offset contains the rank as a symbol
+(``rank_symbol``). Inductor's matmuls and pointwise kernels read the view in place, and write pieces straight to their
+places::
 
     a = take(x, 0, 1, 4, 0, 4, "tp")               u0 = torch.ops.overlap_inductor.group_rank.default('tp')
     b = mm(a, w)                                   buf = empty_strided(...)
@@ -64,8 +65,8 @@ def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any
 
 
 def _agree(group_name: str, *args: Any) -> Any:
-    """Call the op. If the graph has a transfer of the group, define the rank's symbol first. If it were defined later,
-    its host code could split a CUDA graph between steps of the transfer.
+    """Call the op. If the graph has a transfer of the group, define the rank's symbol first. If the symbol were defined
+    later, its host code could split a CUDA graph between steps of the transfer.
 
     Raises:
         OverlapError: another pass has moved a step of a transfer.
@@ -83,11 +84,10 @@ def _agree(group_name: str, *args: Any) -> Any:
 
 
 def _take(x: Any, dim: int, shift: int, chunk: Any, start: Any, length: Any, group_name: str) -> Any:
-    x.realize()
     chunk, start, length = map(_expression, (chunk, start, length))
     sizes = list(x.get_size())
-    if not ir.is_storage_and_layout(x):
-        x = ir.ExternKernel.copy_input(x)
+    # This also takes a view of a computed tensor as it is. A copy for each piece would be as large as the tensor.
+    x = ir.ExternKernel.realize_input(x)
     offsets: list[Any] = [0] * len(sizes)
     offsets[dim] = _slot(group_name, shift) * sympy.sympify(chunk) + start
     sizes[dim] = length

@@ -45,8 +45,8 @@ _Base: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_
 
 
 class OverlapPass(_Base):
-    """The pipeline's passes of one ``slot``, as Inductor calls them. ``source`` returns the configuration. If it is
-    ``None`` or has mode ``off``, the passes do nothing."""
+    """The pipeline's passes of one ``slot``, as Inductor calls them. ``source`` returns the configuration. If the
+    configuration is ``None`` or has mode ``off``, the passes do nothing."""
 
     def __init__(self, source: Callable[[], OverlapConfig | None], slot: str = POST_GRAD) -> None:
         self._source, self.slot = source, slot
@@ -113,7 +113,8 @@ class OverlapPass(_Base):
         return fingerprint(self.config()) + versions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OverlapPass:
-        # Inductor may deep-copy its configuration. ``switch.install`` recognises the pass by identity.
+        # Inductor may deep-copy its configuration. ``switch.install`` recognises the pass by identity, so a copy must
+        # be the pass itself.
         return self
 
 
@@ -139,7 +140,7 @@ def _register_lowerings_of(graph: torch.fx.Graph) -> None:
 
 
 class PassChain(_Base):
-    """Several passes as one, for a slot that holds only one pass. Cacheable if each of its passes is."""
+    """Several passes as one, for a slot that holds only one pass. A chain can be cached if each of its passes can."""
 
     def __init__(self, passes: tuple[Callable[..., None], ...]) -> None:
         self.passes = passes
@@ -183,7 +184,7 @@ def with_pass(value: Any, ours: OverlapPass) -> Any:
 
 
 def without_pass(value: Any) -> Any:
-    """A slot's value without our pass. The same object if our pass is not in it."""
+    """A slot's value without our pass. ``value`` itself if our pass is not in it."""
     ours = find(value)
     if ours is None:
         return value

@@ -8,7 +8,7 @@
     compile_plain data, large tensors                       ->  the same graph, compiled without overlap
 
 The bytes are stored with the compiled graph. So a rank that loaded its graph from a cache can run without overlap, too.
-They hold the nodes, the metadata that Inductor reads, the example inputs, and the graph's small tensors (frozen
+The bytes hold the nodes, the metadata that Inductor reads, the example inputs, and the graph's small tensors (frozen
 weights).
 """
 
@@ -29,7 +29,7 @@ from overlap_inductor.inductor import compile_scope
 from overlap_inductor.inductor.compile_scope import CompileScope
 
 LARGE = 1 << 20
-"""Bytes. The tensors of the graph that are at least this large are not copied."""
+"""The plain program leaves out tensors of the graph that have at least this many bytes."""
 _META = ("unbacked_bindings", "eager_input_vals", "custom", "recompute", "partitioner_tag", "mutation_region_id")
 _OUTPUT_META = ("user_visible_output_idxs", "output_stack_traces")
 
@@ -54,7 +54,7 @@ class _Program:
 
     Attributes:
         nodes: ``(op, name, target, args, kwargs, meta)`` of each node, in order.
-        held: what its ``get_attr`` nodes read, by name.
+        held: what the graph's ``get_attr`` nodes read, by name.
     """
 
     nodes: list[tuple[Any, ...]]
@@ -95,8 +95,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 
 def of_this_process(kept: Captured, gm: fx.GraphModule | None, example_inputs: Sequence[Any]) -> Captured | None:
-    """``kept`` if it is valid in this process, else the plain program of ``gm``, the graph before its compile. ``None``
-    if it is needed but missing."""
+    """``kept`` if it is valid in this process. Otherwise the plain program of ``gm``, the graph before its compile, or
+    ``None`` if ``gm`` is missing."""
     if kept.process in (None, _PROCESS):
         return kept
     return capture(gm, example_inputs) if gm is not None else None
@@ -138,7 +138,7 @@ def _attribute(gm: fx.GraphModule, name: str) -> Any:
 
 def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
     """``gm`` as data. If ``gm`` is a subgraph (``within``), its nodes keep their values, because its shapes are not
-    propagated again. So do nodes that make unbacked sizes, because nothing recreates the symbols."""
+    propagated again. Nodes that make unbacked sizes also keep their values, because nothing recreates the symbols."""
     places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
 
     def meta(node: fx.Node) -> dict[str, Any]:
@@ -267,8 +267,9 @@ def _with_objects(compiled: Any, objects: Mapping[int, int]) -> Any:
 
 
 def guarded(plain: Any, examples: Sequence[Any]) -> Any:
-    """``plain``, a boxed callable, behind a check of each call's sizes. Its compile, with ``examples`` as inputs, may
-    have added guards on sizes. The returned callable raises ``OverlapError`` if a call breaks a guard."""
+    """A callable that checks the sizes of each call and then calls ``plain``, a boxed callable. The compile of
+    ``plain``, with ``examples`` as inputs, may have added guards on sizes. A call that breaks a guard raises
+    ``OverlapError``."""
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
     places = [i for i, e in enumerate(examples) if isinstance(e, torch.SymInt) and not has_free_unbacked_symbols(e)]

@@ -7,8 +7,8 @@
     buf0 = 0
     extern_kernels.mm(reinterpret_tensor(x, (4, 8), (8, 1), 32*u0), w, out=buf1)
 
-If a kernel uses the symbol, it must run after the symbol's definition. Its partition needs the symbol as an input.
-Inductor ensures this for kernels that report the symbol. This module ensures it for two other kinds:
+A kernel that uses the symbol must run after the symbol's definition, and the kernel's partition needs the symbol as an
+input. Inductor ensures this for kernels that report the symbol. This module ensures it for two other kinds:
 
 - a template (Triton's, from max-autotune) that reads a view whose offset holds the symbol;
 - any kernel that writes into such a view.
@@ -57,13 +57,13 @@ class GroupRank(ir.ExternKernel):
     def codegen(self, wrapper: Any) -> None:
         wrapper.writeline(f"{self.symbol} = torch.ops.overlap_inductor.group_rank.default({self.group_name!r})")
         # CUDA graph partitions get this name as an input, because their kernels are ordered after this kernel. CUDA
-        # graph trees take only tensors and numbers.
+        # graph trees take only tensors and numbers, so the name gets a number.
         wrapper.writeline(f"{self.get_name()} = 0")
 
 
 def rank_symbol(group_name: str) -> sympy.Symbol:
-    """The symbol of this process's rank in the group, in ``[0, world_size)``. One per group and graph. Raises
-    ``OverlapError`` if there is no such group."""
+    """The symbol of this process's rank in the group, in ``[0, world_size)``. A graph has one symbol for each group.
+    Raises ``OverlapError`` if there is no such group."""
     known: dict[str, GroupRank] = V.graph.__dict__.setdefault(_KNOWN, {})
     if group_name not in known:
         shape_env = V.graph.sizevars.shape_env
@@ -79,7 +79,7 @@ def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
     """Around ``Scheduler.compute_dependencies``: order every kernel with a rank-rotated view after the rank's symbol.
 
     To find symbols, Inductor would trace the loads and stores of every pointwise kernel again. The scheduler's nodes
-    have them, and ``read_writes`` returns these.
+    already hold these loads and stores, and ``read_writes`` returns them.
     """
     for node in scheduler.nodes:
         for rank in _needed(node.node):

@@ -2,9 +2,9 @@
 """Schedule ``fused``, transport ``sm_push``: ``all_gather(a) @ b`` or ``all_to_all(a) @ b`` for matmuls of one or two
 waves. A tile waits for one slice of K after the other.
 
-A shard arrives in slices of its columns. A tile continues with each slice of K as soon as it is there, so the tile's
-own matmul hides the transfer. Each wait drains the pipeline of loads. With more waves, these waits would cost more than
-the slices save.
+A shard arrives in slices of its columns. A tile continues with each slice of K as soon as the slice is there, so the
+tile's own matmul hides the transfer. Each wait drains the pipeline of loads. With more waves, these waits would cost
+more than the slices save.
 
 Each block takes a ticket when it starts. The ``PUSHERS`` blocks with the first tickets store this rank's shard into the
 peers' workspace, slice after slice (``push.push_slice``). Then they multiply.

@@ -10,12 +10,12 @@ A *slice* is the part of the batch that belongs to one rank. A *piece* is some b
         store own results into ``out``
     claim copies: wait for the results of one peer, copy a part of them to ``out``
 
-So the last transfer runs under the lookups of the own slice.
+So the last transfer to a peer runs under the lookups of the own slice.
 
-Numbers. A bag is summed in fp32, in the order of its indices, and rounded once. A mean is divided by the number of rows
-that are not padding. The mean of an empty bag is 0. Torch's kernel for GPUs gives the same bits. If samples have
-weights, the last bit may differ, because a compiler may fuse multiplication and addition. Plain rows (``BAGGED`` is
-False) are copied exactly.
+Numbers. A bag is summed in fp32, in the order of its indices, and rounded once. For a mean, the sum is divided by the
+number of rows that are not padding. The mean of an empty bag is 0. Torch's kernel for GPUs gives the same bits. If
+samples have weights, the last bit may differ, because a compiler may fuse multiplication and addition. Plain rows
+(``BAGGED`` is False) are copied exactly.
 
 Errors. A ``tl.device_assert`` fails if an index is not in its table. It also fails if a bag ends before it begins, or
 lies outside the indices. It fails before the bag's result is stored or signalled. CUDA then reports ``device-side
@@ -81,8 +81,8 @@ def _look_up(
 ):  # fmt: skip
     """The results ``[BAGS, SPAN]`` of ``bags`` in one table, in the dtype of ``out``.
 
-    ``fact``: the table's facts. ``SAVES``: also store, for the backward graph, the bag of each index and each bag's
-    number of rows without padding.
+    ``fact``: the table's facts. ``SAVES``: also store, for the backward graph, the bag of each index, and each bag's
+    number of rows that are not padding.
     """
     table = tl.multiple_of(tl.load(fact).to(out.dtype), 16)
     indices = tl.load(fact + 1).to(index.dtype)

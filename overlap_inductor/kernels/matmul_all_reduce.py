@@ -1,48 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``: ``all_reduce(a @ b)`` in one persistent kernel. Some blocks send and sum what the others
-multiply.
+"""Schedule ``fused``: ``all_reduce(a @ b)`` in one persistent kernel. Some blocks send and sum tiles while the
+others multiply.
 
-If a block sent its own tiles (``matmul_reduce_scatter``), the link would hold up its next loads. Here a block stores
-each tile to this rank's ``product``, in the collective's dtype, and other blocks send it. There are four kinds of work.
-Each has a queue, in the order of bands: ::
+If a block sent each tile right after its matmul, as in ``matmul_reduce_scatter``, the block's next loads would wait for
+the link. Here a block stores each tile to this rank's ``product``, in the collective's dtype, and pushing blocks send
+the tile. There are four kinds of work. Each kind has a queue, in which work of earlier bands comes first::
 
     tile    multiply a tile of any rank's shard into ``product``; in a band the peers' shards come first, the own last
     push    copy ``UNIT`` neighbouring tiles of a peer's shard from ``product`` to that peer's workspace;
-            at any time about equally many go to each peer (``departing``)
-    sum     add up a tile of the own shard: what has arrived for it and the own product, in fp32, rounded once;
-            store it into ``out`` and to all peers
+            at any time about equally many tiles go to each peer (``departing``)
+    sum     add the partial sums that the peers sent for a tile of the own shard to the own product, in fp32, and
+            round once; store the sum into ``out`` and to all peers
     copy    copy a finished tile of a peer's shard from the workspace into ``out``
 
-The first ``PUSHERS`` blocks push. On 8 H200s, eight SMs that store to all peers fill a GPU's links. ::
+The first ``PUSHERS`` blocks push from the beginning. On 8 H200s, eight SMs that store to all peers fill a GPU's links.
+::
 
     while there is work:
         if this block pushes, or all tiles are taken:
-            for each of push, sum and copy, in this order:
-                claim one if none is held
-                if all tiles are taken, wait until it is ready
-                if it is ready: do it, and begin again
+            for each kind of work among push, sum and copy, in this order:
+                claim work of this kind if the block holds none
+                if all tiles are taken, wait until this work is ready
+                if this work is ready: do it, and begin again
         if a tile is left: multiply it
 
 Forward progress, with any number of resident blocks. All waits are bounded (``signals``), and they end:
 
 * Credits depend only on the previous call.
-* Every other wait begins when all tiles are taken. Each tile is then finished, or its block multiplies it before it
-  waits.
-* A push waits only for tiles of this rank. So all pushes end.
-* A sum waits for the pushes of its band, on all ranks. A block waits for a sum only when no push is left. So all sums
-  end.
-* A block waits for a copy only when no sum is left. So all copies end.
+* Every other wait begins when all tiles are taken. Each tile is then finished, or is held by a block that multiplies it
+  before that block waits.
+* A push waits only for credits and for tiles of this rank. So all pushes end.
+* A sum waits for credits, for its own tile, and for the pushes of its band on all ranks. A block waits for a sum only
+  when no push is left to claim. So all sums end.
+* A copy waits for the sums of its band on one peer. A block waits for a copy only when no sum is left to claim. So all
+  copies end.
 
 Memory ordering. After a tile's bulk stores come ``store_fence``, a barrier, and one thread's releasing add to a word of
 ``ready`` (GPU scope). A block that sends or sums the tile acquires that word, clears it, and loads the tile past L1.
-Stores to peers are ordinary stores, followed by ``count_and_signal``. The workspace is written again only after the
-credits that the last block gives.
+Stores to peers are ordinary stores, followed by ``count_and_signal``. Peers write into this rank's workspace again only
+after the credits that this rank's last block gives.
 
 If shards are whole tiles, ``product`` may be the same memory as ``out``:
 
 * A copy overwrites partial sums of a peer's tile. It has waited for the peer's finished band, so the peer has received
   all these partial sums.
-* A sum overwrites an own tile. The threads that store the sum have read this tile before.
+* A sum overwrites the own product of the same tile. The threads that store the sum have read this product before.
 
 CUDA graphs: as in ``kernels``.
 """
@@ -121,7 +123,7 @@ def _flush(
     sent, queues, peer_flags, stop, call, rank, tiles_shard, tiles_part, units_n, signals, parts, WORLD: tl.constexpr
 ):
     """Count a push whose stores have been started. ``sent``: ``shard * parts + band`` of the push, or -1 for none.
-    Returns -1."""
+    Returns -1, the new ``sent``."""
     if sent >= 0:
         shard = sent // parts
         part = sent % parts
@@ -249,9 +251,9 @@ def matmul_all_reduce(
         flags: ``signal_flag(s, i)``: partial sums of band ``i`` from source ``s``. ``signal_flag(s, parts + i)``:
             finished band ``i`` of rank ``s``.
         part_rows, parts: rows of a band, a multiple of ``BLOCK_M``; bands of a shard.
-        queues: ``[QUEUE_WORDS + (WORLD + 1) * parts]``. Words 0 to 4: tiles claimed, blocks that have finished, pushes,
-            sums and copies claimed. Word 6: ``NOTHING_QUEUE``. From word ``QUEUE_WORDS`` on: pushes counted for each
-            rank and band, then sums of each band.
+        queues: ``[QUEUE_WORDS + (WORLD + 1) * parts]``. Words 0 to 4 count claimed tiles, finished blocks,
+            claimed pushes, claimed sums and claimed copies. Word 6: ``NOTHING_QUEUE``. Words from ``QUEUE_WORDS`` on
+            count the stored pushes of each rank and band, then the stored sums of each band.
         SLAB: rows of a tile that are summed or copied at once.
     """
     call = tl.load(calls)
@@ -315,8 +317,8 @@ def matmul_all_reduce(
                     end = tl.where(may_store(stop), tl.minimum((n + UNIT) * BLOCK_N, columns), 0)
                     at, inside = _places(m * BLOCK_M, n * BLOCK_N, columns, end, BLOCK_M, BLOCK_N)
                     moved = tl.load(source + at, mask=inside, cache_modifier=".cg")
-                    # ``_flush`` waits until the previous push's stores have arrived. The claim, the look and the load
-                    # above run meanwhile.
+                    # ``_flush`` waits until the previous push's stores have arrived. Meanwhile the claim, the look at
+                    # ``word`` and the load above run.
                     sent = _flush(
                         sent,
                         queues,
@@ -449,8 +451,8 @@ def matmul_all_reduce(
                     TRANSPOSED,
                     BIAS,
                 )
-                # A pushing block claims no further tile here. It may do other work first, while other blocks wait for
-                # the tile.
+                # Here a pushing block claims no further tile. It may do other work before that tile, and other blocks
+                # would wait for the tile.
                 following = claim(queues + tl.where(pushes_first, NOTHING_QUEUE, 0), THREADS)
                 store_tile(
                     product_desc, shard * padded + m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES

@@ -2,12 +2,13 @@
 """Schedule ``fused``: ``reduce_scatter(a @ b)`` and ``all_to_all(a @ b)`` in one persistent kernel. A block sends each
 tile of a peer's shard as soon as it has multiplied the tile.
 
-A rank's product consists of one shard for each rank, and a shard of ``parts`` bands of rows. The order of tiles:
+A rank's product consists of one shard for each rank, and a shard consists of ``parts`` bands of rows. The order of
+tiles:
 
 1. Tiles of the peers' shards, band after band. Each goes to its rank's workspace, in the collective's dtype. At any
    time, about equally many tiles are in transfer to each peer (``departing``).
-2. This rank's own tiles. In a reduce-scatter, an own tile and the partial sums that have arrived for it are summed in
-   fp32, and rounded once.
+2. This rank's own tiles. In a reduce-scatter, an own tile and all peers' partial sums of the tile are summed in fp32,
+   and rounded once.
 
 With ``EXCHANGES``, the kernel computes an all-to-all. An own tile is stored into the result. What the peers have sent
 is copied from the workspace into the result (``receive``), after own tiles and at the end.
@@ -19,8 +20,8 @@ delay loads, at the same moments.
 Forward progress, with any number of resident blocks. All waits are bounded (``signals``), and they end:
 
 * Credits depend only on the previous call.
-* An own tile of band ``p`` waits for the partial sums of band ``p`` from all peers. In a peer's queue, these tiles come
-  before the peer's own tiles. So no wait depends on itself.
+* An own tile of band ``p`` waits for the partial sums of band ``p`` from all peers. In a peer's queue, the tiles that
+  the peer sends come before the peer's own tiles. So no wait depends on itself.
 * In an all-to-all, a block claims a copy only after an own tile, or when no tile is left. By then, running blocks have
   claimed all tiles that the rank sends, and this block has counted those that it sent. So no peer waits for this block.
 
@@ -87,7 +88,7 @@ def _flush(
     pending, queues, peer_flags, stop, call, rank, tiles_part, tiles_n, tiles_shard, signals, parts, WORLD: tl.constexpr
 ):
     """Wait until the bulk stores of a tile are done, and count the tile. ``pending``: ``shard * parts + band`` of the
-    tile, or -1 for none. Returns -1."""
+    tile, or -1 for none. Returns the new ``pending``, -1."""
     if pending >= 0:
         store_fence()
         shard = pending // parts

@@ -2,8 +2,9 @@
 """Schedule ``chunked``: add up the partial sums that have arrived, and exchange the finished rows with all peers.
 
 Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` runs after the waits for what it
-reads. Its last block signals what all blocks have stored (``count_and_signal_all``). ``receive_rows`` fills the GPU, so
-an earlier kernel waits for its rows. If ``receive_rows`` waited, a kernel that a peer needs might find no room.
+reads. With ``BROADCAST``, its last block signals what all blocks have stored (``count_and_signal_all``).
+``receive_rows`` fills the GPU, so an earlier kernel waits for its rows. If ``receive_rows`` waited, a kernel that a
+peer needs might find no room.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def sum_partials(
         result = (total * scale).to(out.dtype.element_ty)
         tl.store(out + at, result, mask=inside)
         if BROADCAST:
-            # If an earlier kernel's wait for credits was given up, nothing is stored to peers.
+            # After an abort, nothing is stored to peers: the wait for credits may have ended without them.
             allowed = inside & may_store(stop)
             for step in tl.static_range(1, WORLD):
                 to = (

@@ -81,7 +81,7 @@ def push_piece(
             + tl.cast(rank, tl.int64) * shard_words
         )
         shard = words + (tl.cast(peer, tl.int64) * shard_words if SCATTERED else 0)
-        # If the credit did not arrive, nothing is stored.
+        # After an abort, nothing is stored: the wait for the credit may have ended without it.
         limit = tl.where(may_store(stop), last, first)
         for start in range(first, last, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -168,7 +168,7 @@ def push_slice(
             + tl.cast(rank, tl.int64) * rows * row_words
         )
         shard = words + (tl.cast(peer, tl.int64) * rows * row_words if SCATTERED else 0)
-        # If the credit did not arrive, nothing is stored.
+        # After an abort, nothing is stored: the wait for the credit may have ended without it.
         limit = tl.where(may_store(stop), last, first)
         for row in range(first, last, ROWS):
             at_row = row + tl.arange(0, ROWS)

@@ -9,7 +9,7 @@ Memory ordering: the block waits for the part's flag by an acquire, a barrier fo
 Forward progress: a block claims a piece here only when running blocks have claimed everything that its rank sends. The
 block has also counted its own stores. So no peer waits for this block while it waits for a peer.
 
-CUDA graphs: as in ``kernels``. Aborts: copied words become -1, which is NaN in every float format.
+CUDA graphs: as in ``kernels``. After an abort, copied words become -1, which is NaN in every float format.
 """
 
 from __future__ import annotations

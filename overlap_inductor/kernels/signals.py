@@ -2,18 +2,18 @@
 """Signals between GPUs: how a kernel signals a peer, waits for a signal for a bounded time, and records a fault.
 
 A flag is one int32 in symmetric memory, with 128 bytes to itself. Until an abort, a flag only grows (modulo 2**32). A
-kernel waits until a flag has ``reached`` a target. A peer that is one call ahead may have set a larger value.
+kernel waits until a flag has ``reached`` a target. The value may be beyond the target, if the peer is one call ahead.
 
 Memory ordering (PTX memory model, section 8).
 
 * A signal is ``bar.sync``, then one thread's ``st.release.sys`` or ``red.release.sys``. The barrier orders the block's
   stores before the release. Release is cumulative, so a thread that acquires the value sees all of these stores.
 * A wait is one thread's ``ld.acquire.sys``, repeated until the value is there, then ``bar.sync``. The block's later
-  loads come after the barrier. (Triton 3.6 puts no barriers around atomics, so these are explicit.)
+  loads come after the barrier. (Triton 3.6 puts no barriers around atomics, so the barriers are explicit here.)
 * Bulk loads and stores belong to another proxy, which barriers and releases do not order. So ``store_fence`` goes
   between bulk stores and their signal, and ``load_fence`` goes between a wait and bulk loads.
 * After a descriptor's bulk store, Triton puts no proxy fence, and some versions do not wait until the tile is written.
-  ``store_fence`` does both.
+  ``store_fence`` waits, and puts the fence.
 
 Forward progress. A wait ends when the value is there, when the rank's abort word is set, or when its patience is over.
 A thread whose patience is over gives up:
@@ -22,18 +22,18 @@ A thread whose patience is over gives up:
 2. It writes the rank's record on the group's board, and marks on the board that there is a record.
 3. It sets the abort words of the other ranks, unless each rank has a board of its own.
 
-It writes in this order, by releases. So a rank that is stopped by a peer finds the peer's record. From then on, waits
-of the stopped ranks return at once, and kernels run to their ends. The host finds the record and rejects their results.
-No barrier is inside a branch on the outcome of a wait.
+The thread writes in this order, by releases. So a rank that is stopped by a peer finds the peer's record. After the
+abort, waits of the stopped ranks return at once, and kernels run to their ends. The host finds the record and rejects
+the results of these kernels. No barrier is inside a branch on the outcome of a wait.
 
-Aborts. After an abort, a rank's kernels signal nothing to peers. They store to a peer only with a permission from
-before the abort. (For copy engines, see ``transports.copy_engine``.)
+Aborts. After an abort, a rank's kernels signal nothing to peers. They store to a peer only if they looked at the abort
+word before the abort, and not since. (For copy engines, see ``transports.copy_engine``.)
 
 * A kernel looks at the abort word (``look``) after each wait on which its results or signals depend. If it stores to
   peers without a wait of its own, it looks before it stores.
 * A wait that is given up sets the word before its barrier. So all threads of the block see the word set.
-* A thread that signals for its block looks after all other threads (``count_and_signal``), or asks all of them
-  (``group_signals.signal_ranks``).
+* A thread that signals for its block looks at the abort word later than the other threads (``count_and_signal``), or
+  learns whether any thread saw the word set (``group_signals.signal_ranks``).
 
 The abort word is in the GPU's own memory, because a waiting block must not read the host's memory. On an H100, 108
 blocks that did so slowed a matmul on other SMs from 75 us to 3700 us.
@@ -65,8 +65,8 @@ WAIT_TILES = tl.constexpr(layout.WAIT_TILES)
 
 
 def give_up(stop: str, code: str, peer: str, target: str) -> str:
-    """Assembly that a thread runs when its patience is over. It continues at the label ``LEAVE``. The arguments name
-    operands. The caller declares the registers and predicates."""
+    """Assembly that a thread runs when its patience is over. The arguments name operands. The caller puts the label
+    ``LEAVE`` after this assembly, and declares the registers and predicates."""
     return f"""
 atom.relaxed.sys.global.cas.b32 abort, [{stop}], 0, 1;
 setp.ne.s32 stopped, abort, 0;

@@ -8,9 +8,10 @@
 
 Sums are in fp32, in the order of the ranks, rounded once. So all ranks get the same bits.
 
-A block has one *unit*, a segment of columns. In one-shot, it is a segment of one row. In two-shot, it is a segment of a
-group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-shot, the last block of a row computes
-its norm. In two-shot, the blocks of the next group compute the norms of a group, so the grid has one more group.
+A block has one *unit*, a segment of columns. In one-shot, a unit is a segment of one row. In two-shot, a unit is a
+segment of a group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-shot, the last block of a
+row computes the norm of the row. In two-shot, the blocks of a group compute the norms of the group before, so the grid
+has one more group.
 
 Forward progress. One resident block on each rank is enough, if blocks start in the order of their numbers:
 
@@ -74,7 +75,7 @@ def count_call(calls, queues, call, SEM: tl.constexpr):
     that follows the block's reads of ``calls``.
 
     ``SEM``: ``acq_rel`` orders the read of ``calls`` before the add. ``relaxed`` is enough if the block has sent data
-    to addresses that depend on the number. A relaxed add does not wait until the data have arrived.
+    to addresses that depend on the call's number. A relaxed add does not wait until the data have arrived.
     """
     if tl.atomic_add(queues, 1, sem=SEM, scope="gpu") == tl.num_programs(0) - 1:
         tl.store(queues, 0)

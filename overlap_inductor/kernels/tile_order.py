@@ -121,8 +121,8 @@ def departing(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr,
 
 @triton.jit
 def store_tile(desc, row, column, tile, HALVES: tl.constexpr):
-    """Start the bulk store of a tile. With ``HALVES``, it is stored in two halves of its columns, which takes half the
-    shared memory. The blocks of ``desc`` are then half a tile wide."""
+    """Start the bulk store of a tile. With ``HALVES``, the tile is stored in two halves of its columns, which takes
+    half the shared memory. The blocks of ``desc`` are then half a tile wide."""
     if HALVES:
         BLOCK_M: tl.constexpr = tile.shape[0]
         HALF: tl.constexpr = tile.shape[1] // 2

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that run beside matmuls and copies: waits, signals, and SMs that push. Schedule ``chunked`` launches them on
-its streams, and so does ``fused`` if copy engines send a shard.
+"""Kernels that run beside matmuls and copies. They wait, signal, or push rows to peers. Schedule ``chunked`` launches
+them on its streams, and so does ``fused`` if copy engines send a shard.
 
 A *part* is a band of rows of one shard. Part number ``u`` is part ``u % PARTS`` of the shard of the rank ``u // PARTS +
 1`` steps away. Its flag is ``signal_flag(flags, source, index + u % PARTS)``. A kernel for parts handles the parts from
@@ -55,8 +55,8 @@ NOBODY = tl.constexpr(-(2**30))
 
 @triton.jit
 def announce(calls, announced, stop):
-    """Set ``announced``, which copy engines copy into flags, to the number of the call. After an abort, set it to a
-    number that no rank waits for, because queued copies still run. Grid: one block."""
+    """Set ``announced``, which copy engines copy into flags, to the value of this call's flags. After an abort, set
+    ``announced`` to a number that no rank waits for, because queued copies still run. Grid: one block."""
     tl.store(announced, tl.load(calls) + tl.where(may_store(stop), 1, NOBODY))
 
 
@@ -95,9 +95,9 @@ def spoil(result, words, stop, BLOCK: tl.constexpr):
     """Set ``result`` (``words`` of 4 bytes) to NaN, in every float format, if the group has been aborted. Grid: any
     number of blocks, on the stream after everything that reads the workspace.
 
-    This is for vendors' matmuls and copies, which do not look at the abort word. It also covers rows that were
-    overwritten too early. A rank without a credit copies only after its ``wait_for_credits`` has set this rank's abort
-    word. So a call that has read such a row finds the word set here.
+    ``spoil`` is for vendors' matmuls and copies, which do not look at the abort word. ``spoil`` also covers rows that a
+    peer overwrote too early. A peer without a credit copies only after its ``wait_for_credits`` has set this rank's
+    abort word. So after a read of such a row, ``spoil`` finds the word set.
     """
     _spoil(result, words, look(stop), BLOCK)
 
@@ -154,9 +154,9 @@ def wait_for_parts(
 
 @triton.jit(do_not_specialize=["site", "receiver", "sender", "index", "signals"])
 def wait_for_turn(peer_flags, calls, stop, patience, site, receiver, sender, index, signals, WORLD: tl.constexpr):
-    """Wait until ``receiver`` has got part ``index`` of this call from ``sender``. The flag is read in the receiver's
-    memory, and no data are read after the wait. So two ranks do not send to one receiver at the same time
-    (``transports.copy_engine``). Grid: one block."""
+    """Wait until ``receiver`` has got part ``index`` of this call from ``sender``, so that two ranks do not send to one
+    receiver at the same time (``transports.copy_engine``). The flag is read in the receiver's memory, and no data are
+    read after the wait. Grid: one block."""
     flag = tl.load(peer_flags + receiver).to(tl.pointer_type(tl.int32))
     wait_at_least(
         signal_flag(flag, sender, index, signals, WORLD),
@@ -178,7 +178,7 @@ def push_parts(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store parts ``first .. first + count - 1`` into the peers' workspace, one after the other, and signal each part
-    when it is stored. All blocks work on one part, in ``PIECES``. Grid: any number of blocks.
+    when it is stored. The blocks share the ``PIECES`` pieces of a part. Grid: any number of blocks.
 
     Args:
         source: any 16-byte aligned tensor, read as int32 words. From ``origin`` on it holds the shard that goes to
@@ -204,7 +204,7 @@ def push_parts(
             tl.multiple_of(tl.load(peer_data + peer).to(tl.pointer_type(tl.int32)), 16)
             + (tl.cast(rank, tl.int64) * shard_vectors + base) * 4
         )
-        # If an earlier kernel's wait for credits was given up, nothing is stored.
+        # After an abort, nothing is stored: the wait for credits may have ended without them.
         limit = tl.where(may_store(stop), end, begin)
         for chunk in range(begin, end, BLOCK):
             at = chunk + tl.arange(0, BLOCK)

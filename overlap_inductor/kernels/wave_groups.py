@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``wave_groups`` (FlashOverlap, arXiv 2504.19519). A persistent matmul signals when a group of its rows is
-stored, and a kernel waits for a group. An ordinary collective follows each waiting kernel
+stored, and another kernel waits for each group. An ordinary collective follows each waiting kernel
 (``lowerings.wave_groups.launch``).
 
 A *group* is some neighbouring bands of ``BLOCK_M`` rows of each shard. The matmul computes one group after the other,
-and stores the rows of a group contiguously. So a collective reads one contiguous range. An example has groups of 2
-bands and of 1 band. Line 1 has one shard (all-reduce, in the result). Line 2 has two shards (reduce-scatter, in
+and stores the rows of a group contiguously. So a collective reads one contiguous range. The example has a group of 2
+bands and a group of 1 band. Line 1 has one shard (all-reduce, in the result). Line 2 has two shards (reduce-scatter, in
 staging). ::
 
     | band 0  band 1 | band 2 |
@@ -16,18 +16,18 @@ its bulk stores continue under the next matmul. The waiting kernel sets the grou
 next call begins.
 
 Forward progress. The matmul waits for nothing, so it ends. The waiting kernel is launched after the matmul. So it
-cannot hold up the matmul, even if both share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). It needs room for
-one warp, on an SM that the matmul leaves free, or when the matmul's blocks end. Its wait is bounded (``signals``). A
-collective waits for peers, whose matmuls also end.
+cannot hold up the matmul, even if both share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). The waiting kernel
+needs room for one warp, on an SM that the matmul leaves free, or when the matmul's blocks end. Its wait is bounded
+(``signals``). A collective waits for peers, whose matmuls also end.
 
 Memory ordering. Tiles are stored by bulk stores and ``store_fence``, or by ordinary stores; then comes ``add_flag``
 (barrier, release). The waiting kernel acquires the last addition, and with it all earlier ones: additions to a counter
 are one release sequence. The collective's kernel starts when the waiting kernel has ended.
 
-Aborts (``signals``). An ordinary collective sends the group's rows in any case. So after a wait that was given up, and
-in all later calls, the waiting kernel overwrites the group's rows with NaN. The collective's sum carries the NaN to
-every rank, even to one whose abort word is not set. A tile that the matmul stores later replaces the NaN, but this
-rank's host finds the abort on the board.
+Aborts (``signals``). An ordinary collective sends the group's rows in any case. So after an abort, and in all later
+calls, the waiting kernel overwrites the group's rows with NaN. The collective's sum carries the NaN to every rank, even
+to one whose abort word is not set. A tile that the matmul stores later replaces the NaN, but this rank's host finds the
+abort on the board.
 
 CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes.
 """
@@ -84,7 +84,7 @@ def matmul_in_groups(
         for _ in range(BATCH):
             if turn < tiles:
                 if held == 0:
-                    # The group's bands are loaded once, after the loop.
+                    # The loop finds the group. The group's bands are loaded once, after the loop.
                     group = 0
                     for later in range(1, groups):
                         group += (turn >= tl.load(partition + later) * tiles_band).to(tl.int32)

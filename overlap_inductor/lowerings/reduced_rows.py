@@ -53,8 +53,8 @@ def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
 def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
     """The bias of each matmul, if ``terms`` add up to the matmuls' results plus single rows.
 
-    A single row is added to every row of a result. It becomes the bias of a plain matmul of its width and dtype that
-    has no bias yet. Returns ``None`` if
+    A single row is added to every row of a result. The row becomes the bias of a plain matmul of the same width and
+    dtype that has no bias yet. Returns ``None`` if
 
     - no matmul can take a row;
     - the sum holds anything else (a factor, a scalar);
@@ -98,7 +98,7 @@ def rewrite_reduce(
     emit: StepEmitter, nodes: ReduceNodes, call: ReduceCall, biases: Biases
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
     """Lay out the operands, write the op with ``call`` and lay out its result. Returns ``(next token of the chain, {old
-    node: its replacement})``. The result is contiguous and has the collective's shape. ``biases``: as in
+    node: its replacement})``. The result is contiguous and has the collective's shape. ``biases``: in the order of
     ``nodes.leaves``."""
     columns = nodes.sharded.dim == 1
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]

@@ -31,7 +31,7 @@ class ExchangeTerms:
 
     Attributes:
         parameters: the parameters of a plan's piece that must be the same on all ranks.
-        cut: ``(sizes, words)`` of the dims that are cut for the transfer; ``None`` if nothing is cut.
+        cut: ``(sizes of the dims that are cut for the transfer, text after the sizes)``; ``None`` if nothing is cut.
         computes_ahead: whether the nodes of ``SiteNodes.computed_ahead`` are computed before data is sent.
     """
 
@@ -47,7 +47,7 @@ class OpCall:
     Attributes:
         pattern: the site's pattern, e.g. ``all_gather_matmul``.
         ranks: global ranks of the group.
-        tokens: rows of the whole tensor: after a gather, or before a scatter.
+        tokens: rows of the whole tensor, that is, after a gather or before a scatter.
         dtype: the operands' dtype.
         sent: the dtype that the collective moves.
         scaled: whether the operands are fp8 with scales.
@@ -81,8 +81,8 @@ class SingleOp(Protocol):
         ...
 
     def why_no_call(self, call: OpCall, transport: str, device: torch.device) -> str | None:
-        """Why the op cannot compute ``call`` over ``transport`` (empty: any transport), or ``None``. The same on all
-        ranks."""
+        """Why the op cannot compute ``call`` over ``transport`` (empty: any transport), or ``None``. The answer is
+        the same on all ranks."""
         ...
 
     def settings_of(self, call: OpCall, transport: str) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class SiteSchedule(Protocol):
     @property
     def called_by_others(self) -> bool:
         """Whether another schedule's op can call this schedule's all-reduce op, for token counts that the other
-        schedule does not serve. If so, the plan of this schedule may need no parameter but ``settings``."""
+        schedule does not serve. If so, the op may need no parameter of a plan except ``settings``."""
         ...
 
     @property
@@ -144,8 +144,8 @@ class SiteSchedule(Protocol):
         ...
 
     def why_not_between(self, ranks: tuple[int, ...], device: torch.device) -> str | None:
-        """Why the schedule cannot run between these global ranks on ``device``, or ``None``. The same on all ranks. The
-        command ``doctor`` shows it."""
+        """Why the schedule cannot run between these global ranks on ``device``, or ``None``. The answer is the same on
+        all ranks. The command ``doctor`` shows it."""
         ...
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
@@ -153,7 +153,8 @@ class SiteSchedule(Protocol):
         ...
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
-        """The plan if the user names the schedule: all token counts that it can serve, whatever the estimates."""
+        """The plan if the user names the schedule: all token counts that the schedule can serve, not only those that
+        pay."""
         ...
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
@@ -161,14 +162,14 @@ class SiteSchedule(Protocol):
         ...
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
-        """The plan with the token counts at which the schedule should pay. A ``Reason`` if it pays but cannot be
-        chosen; ``None`` if it never pays."""
+        """A plan for the token counts at which the schedule is estimated to pay. A ``Reason`` if the schedule pays but
+        cannot be chosen; ``None`` if it never pays."""
         ...
 
     def joined(
         self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]
     ) -> list[PlanPiece] | None:
-        """A plan for a dynamic token count: ``own``, and the first of ``others`` where ``own`` does not serve.
+        """A plan for a dynamic token count: ``own``, and the first of ``others`` for counts that ``own`` leaves.
         ``others``: plans of schedules that are ``called_by_others``. ``None`` if this schedule does not join plans."""
         ...
 
@@ -182,8 +183,8 @@ class SiteSchedule(Protocol):
         ...
 
     def anchor(self, site: DecidedSite) -> fx.Node | None:
-        """The node before which the site is written, if no node of it must move (``SiteNodes.place``). ``None``: its
-        last collective."""
+        """The node before which the site's steps are written if no node has to move (``SiteNodes.places``). ``None``:
+        the site's last collective."""
         ...
 
     def exchange(self, site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:

@@ -81,7 +81,7 @@ class SiteFootprint:
         # Sizes stay symbolic here, because ``lines`` names symbols in the order of the lines.
         layouts = site.nodes.order_sent()
         self.order = _order(*layouts) if layouts is not None else []
-        # Ranks share workspace under the site's id. Its tiles depend on the role of the sharded dim.
+        # Ranks share workspace under the site's id. The tiles in it depend on the role of the sharded dim.
         needs = planner.workspace([site]).get(self.group)
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 

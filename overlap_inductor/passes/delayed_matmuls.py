@@ -8,13 +8,13 @@ section 2). Before and after, for the scatter of an unrolled ring::
     dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
-For a collective that is no site::
+For a collective that stays in the graph::
 
     dw = mm(dy^T, x)                                  g = all_gather(e)
     y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
                                                       y = wait_tensor(g)                  # ordered after dw
 
-Contract: the pass runs on a rewritten graph, before the graph's order is fixed. Two kinds of matmul move:
+Contract: the pass runs on a rewritten graph, before the graph's order is fixed. Matmuls move in two ways:
 
 - down, to a transfer's wait, with the views and casts of its result;
 - up, before the wait for the experts' rows, with the nodes that it needs.
@@ -46,8 +46,8 @@ overlap = torch.ops.overlap_inductor
 SITE = "overlap_site"
 """Metadata of a step: the id of its site."""
 LEAST = 0.1
-"""A matmul moves only if the remaining exposed time is longer than this fraction of the matmul's time. A delayed matmul
-keeps its operands in memory for longer."""
+"""A matmul moves only if the remaining exposed time is longer than this fraction of the matmul's time. A move costs
+memory: a delayed matmul keeps its operands for longer."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ def delay(
     kept: Iterable[Transfer],
     flops_per_second: float,
 ) -> dict[fx.Node, set[fx.Node]]:
-    """Move matmuls under the transfers of unrolled rings and of collectives that are no sites.
+    """Move matmuls under the transfers of unrolled rings and of collectives that stay in the graph.
 
     Args:
         exposed: for each site's id, the estimated seconds of its exposed transfers.
         in_bands: the ids of the sites that are written in bands.
-        kept: the collectives that are no sites.
+        kept: the collectives that stay in the graph.
         flops_per_second: the rate of a matmul.
 
     Returns:
@@ -164,7 +164,7 @@ def _needed_ahead(node: fx.Node, wait: fx.Node) -> list[fx.Node]:
 
 
 def _may_wait(node: fx.Node) -> bool:
-    """Whether ``node`` is a matmul that belongs to no site and has static sizes."""
+    """Whether ``node`` is a matmul of static sizes that is no step of a rewritten site."""
     if matmuls.parse(node) is None or SITE in node.meta:
         return False
     return all(isinstance(s, int) for n in (node, *tools.tensor_inputs(node)) for s in tools.shape(n))

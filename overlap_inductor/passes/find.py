@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find every site of a graph, and give a reason for every collective that is part of no site.
 
-At each collective, the finder asks the patterns of ``passes.patterns`` of the collective's kind, in order. The graph
+At each collective, the finder asks those ``passes.patterns`` that start at its kind of collective, in order. The graph
 does not change::
 
     for each collective in graph order:

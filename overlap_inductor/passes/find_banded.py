@@ -138,8 +138,8 @@ def _viewed(node: fx.Node, layout: Layout) -> Layout:
 
 def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple[Atom, list[Atom]]:
     """``(the atom that counts the receiving ranks, the atoms of a slice in order)``. Raises ``LayoutError`` if no
-    single atom counts these ranks. Reads a flattened view of ``[R, ...]`` before the flattening: a flattened symbolic
-    dim cannot be split."""
+    single atom counts these ranks. If the collective's input is a flattened view of ``[R, ...]``, the layout before
+    the view is read, because a flattened symbolic dim cannot be split."""
     source, ranks = collective.input, collective.world_size
     while _is_view(source) and tools.permutation(source) is None and tools.shape(source)[:1] != [ranks]:
         source = source.args[0]

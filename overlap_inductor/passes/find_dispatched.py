@@ -34,7 +34,7 @@ def find_dispatched(
     dispatch: CollectiveNode, collectives: dict[fx.Node, CollectiveNode]
 ) -> tuple[DispatchedNodes | None, Reason | None]:
     """``(site at the first exchange, None)``, or ``(None, why there is no site)``. The reason is ``None`` if no rows go
-    through grouped matmuls to another exchange. ``collectives``: those that may be part of a site, by node."""
+    through grouped matmuls to another exchange. ``collectives``: those which may be part of a site, by node."""
     indexed = _indexed(dispatch)
     if indexed is None:
         return None, None

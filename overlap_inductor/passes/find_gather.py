@@ -46,7 +46,7 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
 
 def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
     """Whether this is FSDP's gather of a weight: a parameter, possibly cast, viewed or padded, is the right-hand
-    operand. If parameters are unknown, every input but a tangent counts as one."""
+    operand. If parameters are unknown, every input but a tangent counts as a parameter."""
     source = nodes.collective.input
     while (
         source.op == "call_function"
@@ -96,6 +96,6 @@ class AllGatherMatmul:
 
 
 def _logical_dim(nodes: GatherNodes) -> int | None:
-    """The dim along which the user gathered, before the tensor was flattened for the matmul."""
+    """The dim along which the program gathers: the dim of the ``cat`` that joins the shards, or 0 without a ``cat``."""
     sources = [n for n in nodes.through if n.target is aten.cat.default]
     return operators.argument(sources[0], "dim") if sources else 0

@@ -152,7 +152,7 @@ def _may_hold_collectives(node: fx.Node) -> bool:
 
 
 def _later_reader(exchange: CollectiveNode, after: fx.Node) -> fx.Node | None:
-    """A node between ``after`` and the exchange that computes with the memory that it sends."""
+    """A node between ``after`` and the exchange that computes with the memory that the exchange sends."""
 
     def is_view(node: fx.Node) -> bool:
         viewed = node.target is tools.aten.select.int or tools.is_reshape(node) or tools.permutation(node) is not None

@@ -11,7 +11,7 @@ of its own, and needs all tables' results for its slice of the batch::
 All results must have one shape and dtype. Other nodes may stand in between:
 
 - between ``cat`` and collective: views and permuted copies;
-- between a lookup and ``cat``: also pointwise ops and sums.
+- between a lookup and ``cat``: also pointwise ops, sums and means.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ aten = tools.aten
 STEPS = 12
 """The most nodes of the search from a part of the ``cat`` back to its lookup."""
 FEW = 16
-"""The most tables that are looked up rank by rank. Each adds nodes for every rank."""
+"""The most tables that are looked up rank by rank. Each table adds nodes for every rank."""
 _POOLS = (aten.sum.dim_IntList, aten.mean.dim)
 
 

@@ -45,7 +45,8 @@ def _found(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
     sent, given = layouts_of(collective)
     if is_uneven(collective):
         return _uneven(collective, given)
-    # This walk may split atoms that ``sent`` and ``given`` share. So it comes before the consumers' layouts.
+    # ``behind_views`` may split atoms that ``sent`` and ``given`` share. So it runs before the consumers' layouts are
+    # made.
     source, layout = behind_views(collective.input, sent)
     follower = Follower(collective, given)
     follower.run()

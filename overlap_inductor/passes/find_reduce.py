@@ -65,8 +65,8 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
                 "not_plain_scatter",
                 f"piece {i} takes rows of dim {piece.dim} in steps of {piece.step}; expected consecutive rows",
             )
-        # ``cat`` on dim 0 requires equal sizes in all other dims. So pieces along another dim are equal. If its size is
-        # symbolic, it is not checked that they cover the dim.
+        # ``cat`` on dim 0 requires equal sizes in all other dims. So pieces along another dim are equal. If the size of
+        # that dim is symbolic, nothing checks that the pieces cover the dim.
         equal = piece.dim != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
         same = source is None or (piece.base is source and piece.dim == dim)
         if not same or not (equal or same_size(shard * world_size, size)):
@@ -319,7 +319,7 @@ def _site(
 
 
 def reads_a_result(tracer: Tracer) -> Reason | None:
-    """Why the region cannot be cut, or ``None``: a plain tensor is computed from a leaf, which is then needed whole."""
+    """The obstacle if a plain tensor is computed from a leaf, or ``None``. The leaf is then needed whole."""
     for leaf in tracer.leaves:
         known: dict[fx.Node, bool] = {}
         forks = any(u not in tracer.region for u in leaf.node.users)
@@ -331,7 +331,7 @@ def reads_a_result(tracer: Tracer) -> Reason | None:
 
 
 def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason | None:
-    """The obstacle if a node outside reads a node of the region."""
+    """The obstacle if a node outside the region reads a node of the region, or ``None``."""
     ends = {c.node for c in collectives} | nodes_between(collectives[0].input, tracer.root)
     inside = tracer.region | ends | set(tracer.through)
     outside = [(n, u) for n in tracer.region for u in n.users if u not in inside and not _is_piece(u, inside)]

@@ -226,8 +226,8 @@ class _Dims:
         return found
 
     def place(self, node: fx.Node, layout: Layout) -> Layout:
-        """``layout`` of ``node``, with one dim for each dim of the matmuls, empty if ``layout`` lacks it. Raises
-        ``LayoutError`` if ``layout`` has only a part of a dim."""
+        """``layout`` of ``node``, with one dim for each dim of the matmuls. A dim that ``layout`` lacks is empty.
+        Raises ``LayoutError`` if ``layout`` has only a part of a dim."""
         atoms = set(map(_key, layout.flat()))
         dims: list[tuple[Atom, ...]] = []
         for runs in self.runs:

@@ -98,7 +98,7 @@ class Follower:
         self.known: dict[fx.Node, bool] = {}
         self.consumers: list[GatherConsumer] = []
         self.row_wise: dict[fx.Node, list[Atom]] = {}
-        """For each row-wise node that is not element-wise, the dims that it needs whole."""
+        """For each row-wise node that is not element-wise, the atoms of the dims that the node needs whole."""
 
     def run(self) -> None:
         tools.walk([self.collective.wait], self._goes_on)

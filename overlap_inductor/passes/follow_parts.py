@@ -49,8 +49,8 @@ class Part:
 
 
 class PartFollower:
-    """Finds what the nodes between one gather and one reader hold. Each reader needs its own: a reshape splits atoms,
-    and would change the layouts of other readers."""
+    """Finds what the nodes between one gather and one reader hold. Each reader needs a ``PartFollower`` of its own,
+    because a reshape splits atoms, which would change the layouts of other readers."""
 
     def __init__(self, collective: CollectiveNode) -> None:
         self.collective = collective
@@ -61,7 +61,7 @@ class PartFollower:
         self._depends: dict[fx.Node, bool] = {}
 
     def part(self, node: fx.Node) -> Part | Reason:
-        """The part that ``node``, which must depend on the gather, holds; or a ``Reason`` why it holds none."""
+        """The part that ``node`` holds, or a ``Reason`` why ``node`` holds none. ``node`` must depend on the gather."""
         if node not in self._found:
             try:
                 self._found[node] = self._read(node)

@@ -4,11 +4,11 @@
 The graph before and after::
 
     take_apart   mm_plus_mm(a, b, c, d)                     -> add(mm(a, b), mm(c, d))
-    unfold       addmm(bias, a, b), bias has a matmul       -> add(mm(a, b), bias)
+    unfold       addmm(bias, a, b), bias from matmuls       -> add(mm(a, b), bias)
     put_back     the reverse of both, unless a site's rewrite has replaced a part
 
 Each ``add`` written here has its own name as a mark in ``meta``. A copy of the ``add`` has another name than its mark,
-so it is not fused again.
+so the copy is not fused again.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ If the host is slower, the GPU waits for it after every op, and hiding a transfe
 time. On 4 H200s, two layers of Llama-70B ran 0.73 to 0.99 times as fast at 1024 tokens, and 1.12 times as fast at 4096.
 Estimates::
 
-    GPU   all matmuls, attentions and sites of lookups + all collectives, one after the other
-    host  ``launch_seconds`` for each matmul, attention and site of lookups + ``call_seconds`` for each collective
+    GPU   all matmuls, attentions, and sites of grouped matmuls or lookups + all collectives, one after the other
+    host  ``launch_seconds`` for each of these matmuls, attentions and sites + ``call_seconds`` for each collective
 
 The forward and the backward of a joint graph have estimates of their own. The times are not compared if
 
@@ -53,8 +53,8 @@ class _Launched:
 
 
 def limits(found: SiteFinder, config: OverlapConfig) -> dict[fx.Node, Reason]:
-    """``{node of a collective: why its site is left as written with schedule=auto}``, for each collective of a graph
-    that the host limits."""
+    """``{node of a collective: why its site is left as written with schedule=auto}``, for each collective of a forward
+    or backward that the host limits."""
     if captured_by_inductor():
         return {}
     multiplied = [n for n in found.graph.nodes if flops.is_counted(n)]

@@ -129,8 +129,8 @@ def _find_and_rewrite(
 
 @dataclass(frozen=True)
 class _Rewritten:
-    """Facts about a rewritten graph: the ``plan`` that the ranks of ``groups`` compare, ``plan.workspace_bytes`` and
-    ``plan.workspace``."""
+    """Facts about a rewritten graph. The ranks of ``groups`` compare ``plan``. ``workspaces`` and ``requests`` are the
+    results of ``workspace_bytes`` and ``workspace`` in ``passes.plan``."""
 
     plan: ExchangePlan
     groups: list[str]
@@ -158,7 +158,7 @@ def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refu
         seams = join(choice.chosen, config, uncut)
         if not choice.chosen or config.mode not in ("on", "strict"):
             return _Outcome(choice, None, failures)
-        # The rewrite erases the sites' nodes.
+        # Both functions read the sites' nodes, which the rewrite erases.
         workspaces, requests = planner.workspace_bytes(choice.chosen), planner.workspace(choice.chosen)
         written = rewrite_or_restore(graph, choice.chosen, Rewriter(graph, config, seams))
         if not isinstance(written, Failure):

@@ -60,7 +60,7 @@ class Miss:
 
 
 class Search(Protocol):
-    """What a pattern may read of the walk over the graph.
+    """What a pattern may use of the walk over the graph.
 
     Attributes:
         phase: inference, forward or backward.
@@ -92,7 +92,7 @@ class Example:
         first: whether the collective comes before the matmul and moves its left operand. Else it moves the result.
         shards_tokens: whether each rank holds only its shard of the tokens: before the layer if ``first``, else after.
         column_parallel: whether the ranks split the layer's columns (N) or, if false, its contracted dim (K).
-        traced: ``(tensor [rows, ...], group) -> result`` in functional collectives.
+        traced: ``(tensor [rows, ...], group) -> result`` with functional collectives.
         eager: the same for eager code. It may overwrite its argument.
     """
 

@@ -5,7 +5,7 @@
 
     slot       runs on
     JOINT      the joint graph, before the partitioner chooses what is saved for backward; also inference graphs
-               pass "permutations": notes, for the backward graph, which index tensors hold each row once
+               pass "permutations": notes, for the backward graph, which index tensors hold each index once
                pass "sequence_parallel": all-reduces become reduce-scatters, work behind them runs on a rank's rows
     POST_GRAD  forward, backward and inference graphs, each on its own
                pass "overlap": collectives and the matmuls beside them become overlap ops

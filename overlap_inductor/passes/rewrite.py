@@ -52,7 +52,7 @@ _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
 class Rewriter:
-    """Rewrites the sites of one graph in graph order. ``seams``: those to write in bands."""
+    """Rewrites the sites of one graph in graph order. ``seams``: the seams to write in bands."""
 
     def __init__(self, graph: fx.Graph, config: OverlapConfig, seams: Sequence[Seam] = ()) -> None:
         self.graph, self.config, self.seams = graph, config, seams
@@ -130,7 +130,7 @@ class Rewriter:
         before data moves.
 
         An ``agree`` requests only its own group's workspace, because other groups' needs may differ between ranks. A
-        tensor gives the device, because a device's number would differ between ranks.
+        tensor argument gives the device, because a device's number would differ between ranks.
         """
         needs = planner.workspace([site for site, _ in placed])
         first = placed[0][1]
@@ -173,7 +173,8 @@ class Rewriter:
                 )
             placement.apply()
             if placement.sunk and site.nodes.read_in_place():
-                # If a node is also read elsewhere, it will read the steps' buffer. So the steps come before it.
+                # Nodes outside the site may also read the nodes that were moved down. All of them will read the steps'
+                # buffer, so the steps come first.
                 anchors.append((placement.sunk[0], site))
                 continue
             # The steps come right after the last node that was moved down. Nodes that another site moves there may read
@@ -227,7 +228,7 @@ class Rewriter:
 
     def _erase_unused(self, pending: list[fx.Node], ends: set[fx.Node]) -> None:
         """Erase the unused nodes among ``pending``, and their inputs that become unused. Impure nodes, such as waits,
-        must be in ``ends``; dead code elimination would keep them all."""
+        are erased only if they are in ``ends``. Dead code elimination would keep all of them."""
         erased: set[fx.Node] = set()
         while pending:
             node = pending.pop()
@@ -243,8 +244,8 @@ class Rewriter:
                 pending += sources
 
     def _kept(self) -> list[delayed_matmuls.Transfer]:
-        """The collectives that are left in the graph, with their estimated seconds, except groups of one rank and
-        unbacked sizes."""
+        """The collectives that are left in the graph, with their estimated seconds. Collectives of one rank, and
+        collectives with unbacked sizes, are left out."""
         found = [c for _, _, c in collectives.find_collectives(self.graph) if isinstance(c, CollectiveNode)]
         return [
             delayed_matmuls.Transfer(

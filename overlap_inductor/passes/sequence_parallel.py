@@ -125,8 +125,8 @@ def _found(graph: fx.Graph) -> RowFinder:
 
 def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: OverlapConfig) -> bool:
     """Whether the stretch may be rewritten for the numbers of tokens that this graph serves. A symbolic number must be
-    a multiple of the number of ranks. If this is not known, a guard asks. If the rewrite cannot pay at the example's
-    number, ``auto`` guards an upper limit instead. Other numbers get graphs of their own."""
+    a multiple of the number of ranks. If this is not known, a guard decides it by the example. If the rewrite cannot
+    pay at the example's number, ``auto`` guards an upper limit instead. Numbers that fail a guard get other graphs."""
     tokens = stretch.tokens
     if isinstance(tokens.count, int) or tokens.even:
         return True
@@ -327,8 +327,8 @@ def note_divided(graph: fx.Graph) -> None:
 
 
 def erase_unread(graph: fx.Graph) -> None:
-    """Erase each all-gather of a rewritten stretch that nothing in ``graph`` reads. The partitioner takes collectives
-    for side effects, and copies the backward's gathers into the forward."""
+    """Erase each all-gather of a rewritten stretch that nothing in ``graph`` reads. The partitioner treats collectives
+    as side effects, so it copies the backward's gathers into the forward."""
     for node, kind, _ in list(find_collectives(graph)):
         ours = node.meta.get(META, {}).get("status") == "rewritten"
         unread = all(operators.is_wait(user) and not user.users for user in node.users)

@@ -120,7 +120,7 @@ def _dump(report: OverlapReport, folder: str) -> str:
 
 def announcement(report: OverlapReport, where: str, from_cache: bool = False) -> str:
     """The ``summary``, the estimate and the place of the report (``where``). If there is no estimate and nothing is
-    overlapped, the main reason instead of the estimate.
+    overlapped, the main reason takes the place of the estimate.
 
     ``graph 0_0 forward: 2 sites found, 2 overlapped (2 ring), estimated 9.10 ms -> 7.90 ms, 1.15x; report: FILE``
     ``graph 0_0 forward: 1 site found, 0 overlapped, 1 kept (too_small): TEXT OF THE REASON; report: FILE``

@@ -55,8 +55,8 @@ class OverlapReport:
         before / after: the FX graph's readable code before and after the pass. Empty in a graph without collectives.
         plan_hash: digest of the plan in ``exchange``. Empty if the graph is as written.
         exchange: JSON text of the graph's ``ExchangePlan``. Empty in a graph without collectives.
-        groups: ``[workspace that the sites need (JSON text), its limit in MiB]`` of each process group. ``[]`` if they
-            need none.
+        groups: ``[workspace that the sites need (JSON text), its limit in MiB]`` of each process group. ``[]`` if
+            the sites need none.
         workspaces: symmetric memory that the sites hold on each rank: ``{"ranks", "bytes"}`` for each group that has
             any.
         notices: further texts for the user, for example that ranks differ.
@@ -87,8 +87,8 @@ class OverlapReport:
     stretches: list[StretchFacts] = field(default_factory=list)
 
     def counters(self) -> Counter[str]:
-        """The counters ``sites_found``, ``sites_overlapped``, ``schedule.<name>`` and ``reason.<code>``. If they apply,
-        also ``failed``, ``stretches_found`` and ``stretches_rewritten``."""
+        """The counters ``sites_found``, ``sites_overlapped``, ``schedule.<name>`` and ``reason.<code>``. If there
+        are failures or stretches, also ``failed``, ``stretches_found`` and ``stretches_rewritten``."""
         counts: Counter[str] = Counter(sites_found=len(self.sites))
         if self.failures:
             counts["failed"] = len(self.failures)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distinguish the runs that write to one dump folder. Each run has an id, which is the same on all of its ranks.
 
-Ranks write reports while graphs are compiled, so they cannot communicate to agree on the id. It is made of:
+Ranks write reports while graphs are compiled, so they cannot communicate to agree on the id. The id is made of:
 
 1. the launcher's variables that are the same on all ranks;
 2. the launching process, if all ranks share one;
 3. the number of earlier processes that wrote for the same rank with equal values of 1 and 2. With the defaults of
-   ``torchrun``, only this number differs between runs.
+   ``torchrun`` on several hosts, only this number differs between runs.
 
 ``run.json`` beside a graph's report holds the id. A later run overwrites both files.
 """

@@ -16,8 +16,9 @@ groups has one round for each group, and a last round for late ranks. So all ran
 result. A rank whose plan was rejected at an earlier call publishes a refusal, so no rank waits for its verdicts.
 
 A rank that reaches Dynamo's recompile limit makes no call where the others make one. So ranks publish the place of each
-call in the sequence of the group's collectives (``call_place``), and report their own place (``call_report``). If a
-rank does not join a call, the others run their plain programs in this call.
+call in the sequence of the group's collectives (``call_place``). A rank that is inside a collective outside of graphs
+reports the place that it has reached (``call_report``). If a rank does not join a call, the others run their plain
+programs in this call.
 
 Overlap is disabled for the group permanently (``apart``) if calls of two ranks cannot be matched:
 
@@ -26,14 +27,15 @@ Overlap is disabled for the group permanently (``apart``) if calls of two ranks 
 - overlap is off on a rank;
 - a rank publishes nothing and reports nothing.
 
-At later calls an agreed plan with one group skips the rounds. How digests are compared then depends on the group:
+At later calls of an agreed plan with one group, no round is needed if all ranks publish the same. How digests are
+compared at later calls depends on the group:
 
 - Ranks that share memory compare digests at every call, in memory that all of them map (``call_page``). This costs
   nothing while the hosts run ahead of their GPUs.
 - Other ranks compare digests through the store: CPU groups at every call, GPU groups at a plan's first run only.
 
 If a rank recompiles alone and makes other transfers, all ranks run the plain program in that call. If digests are
-compared at the first run only, the rank raises an error at its deadline.
+compared at the first run only, the rank that recompiled raises an error at its deadline.
 """
 
 from __future__ import annotations
@@ -277,7 +279,8 @@ def plans_waiting(group: dist.ProcessGroup) -> str:
     if state is None or state.newest is None:
         return ""
     try:
-        # Only Inductor's own callable has counted the call that failed. Otherwise the call that failed is the next one.
+        # If Inductor's own callable ran the graph, the failed call was counted, so it is the newest call. Otherwise the
+        # failed call is the one after the newest call. ``plans_now`` reads both.
         plans = call_board.plans_now(state, state.newest)
     except RuntimeError:
         # The rank that kept the store may have died.

@@ -40,8 +40,7 @@ Result = TypeVar("Result")
 
 
 class NotOnAllRanks(OverlapError):
-    """An attempt failed on a rank of the group. The text is the first rank's verdict, which names the rank and the
-    attempt."""
+    """An attempt failed on a rank of the group, or this rank got no verdict. The text names a rank and the attempt."""
 
 
 def _keys(owner: Owner) -> Iterator[str]:

@@ -75,8 +75,8 @@ class Slot:
         flags: int32 on every rank (``kernels.layout``). ``calls``, ``queues`` and ``tiles`` follow in the same
             allocation, because the ranks must agree on each allocation.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
-        queues: int32 on the device: words in which the blocks of a kernel count work. ``QUEUE_WORDS`` words, then one
-            word per rank and signal. All words but ``ANNOUNCED`` are zero between calls.
+        queues: int32 on the device: words in which the blocks of a kernel count work. First come ``QUEUE_WORDS`` words,
+            then one word per rank and signal. All words but ``ANNOUNCED`` are zero between calls.
         tiles: int32 on the device: words with which blocks signal finished tiles to each other, one for each
             ``TILE_BYTES`` of ``nbytes``. All are zero between calls.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that the ranks of a group publish for each call, and the wait for the other ranks' values.
 
-A rank's *value* of a call is the ``constant`` part of its plan, and the place of the call (``call_place``). Values and
+A rank's *value* of a call names the rank's plan (``constant``) and the place of the call (``call_place``). Values and
 verdicts of rounds go through one of two media: the group's store (``CallStore``), or memory that all ranks map
 (``call_page.CallPage``). Reasons of verdicts are always in the store.
 
@@ -52,7 +52,8 @@ log = logging.getLogger("overlap_inductor")
 _COUNTS_CHARACTERS = 32
 """Characters of a value that are reserved for ``passed`` and ``place`` (14 digits each), their colons, and the mark."""
 EQUAL, ONCE = "1", "2"
-"""Two verdicts. ``EQUAL``: nothing is against the overlapped run. ``ONCE``: a reason that holds for this call alone."""
+"""Two verdicts. ``EQUAL``: nothing is against the overlapped run. ``ONCE``: all ranks run the plain program, in
+this call alone."""
 _LONGEST_PAUSE = 0.25
 """Longest pause between two reads of the other ranks' values, in seconds."""
 _SHORT = 2e-3
@@ -126,7 +127,7 @@ def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = Fa
 
 def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> None:
     """Publish that this rank ran the newest call of the others uncompiled, and go on to the next number. The others run
-    their plain programs in this call. ``found``: values that other ranks published for it."""
+    their plain programs in this call. ``found``: values that other ranks published for this call."""
     state.skipped = dict(found)
     state.mark = SKIPPED
     state.publish(value(state, plan).text)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CallOrder``: the order of the calls that use a workspace, on one device. They run one after the other, in the order
-in which this process makes them, on any streams and from any threads.
+"""``CallOrder``: the order of the calls that use a workspace, on one device. These calls run one after the other, in
+the order in which this process makes them, on any streams and from any threads.
 
 Why. A kernel that waits for its peers may fill the GPU. If two such kernels on two streams start in different orders on
 two ranks, they wait for each other. The hosts of all ranks make their calls in one order. This module makes the GPUs
 keep it. So all ranks also have one count of the calls of a slot.
 
 How. ``with call_order(device):`` encloses all launches of a call. The new call waits for the *end* of the previous
-call: an event that is recorded after the previous call's last launch. It does not wait for later work on that call's
-stream. Such work may wait for a peer that waits for the new call. ::
+call: an event that is recorded after the previous call's last launch. The new call does not wait for later work on the
+previous call's stream, because such work may wait for a peer that waits for the new call. ::
 
     rank 0:  A on S1, recv on S1, B on S2             B waits for A, not for recv
     rank 1:  A on S1, B on S2, send after B on S1
@@ -17,11 +17,11 @@ Threads. The order of calls is the order in which threads get the lock. The lock
 also guards what calls on the device share: side streams, prepared kernels, and graphs. If threads call at the same
 time, the program must ensure one order on all ranks, as with NCCL.
 
-Captures. CUDA refuses a wait in a capture for an event from outside it, and the reverse. So each capture has its own
-event. If a ``torch.cuda.CUDAGraph`` holds calls, each of its replays counts as one call. A call is refused in any other
-capture, and in a capture that began before the first ``CallOrder``. This module would not notice the replays of such a
-capture, and two calls could use a slot at once. If a program launches the ``raw_cuda_graph_exec`` of a graph, it must
-ensure the order itself.
+Captures. CUDA refuses a wait in a capture for an event from outside the capture, and a wait outside for an event from a
+capture. So each capture has its own event. If a ``torch.cuda.CUDAGraph`` holds calls, each of its replays counts as one
+call. A call is refused in any other capture, and in a capture that began before the first ``CallOrder``. This module
+would not notice the replays of such a capture, and two calls could use a slot at once. If a program launches the
+``raw_cuda_graph_exec`` of a graph, it must ensure the order itself.
 
 A graph of ``runtime.replay`` is launched inside a call, so it needs no order of its own.
 """
@@ -73,8 +73,8 @@ class _Capture:
 
 
 class CapturedGraphs:
-    """The captures of ``torch.cuda.CUDAGraph`` in progress, by the driver's number of the capture. For each captured
-    graph, the ``CallOrder`` of each device whose calls are in the graph. Implements
+    """Knows the captures of ``torch.cuda.CUDAGraph`` in progress, by the driver's number of the capture. Also knows,
+    for each captured graph, the ``CallOrder`` of each device whose calls are in the graph. Implements
     ``torch_compat.cuda_graphs.Observer``."""
 
     def __init__(self) -> None:

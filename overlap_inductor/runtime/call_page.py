@@ -12,7 +12,7 @@ millisecond: ``call_store.CallStore``.)
 
 Memory ordering: a reader accepts an entry only if its checksum fits. So an entry that is half written, or whose stores
 arrive out of order, counts as not written yet. An entry is overwritten ``CALLS`` calls later. A rank that does not wait
-for the others may be that far ahead. The reader then raises ``Overwritten``.
+for the others may be that far ahead, and a reader of its entry then raises ``Overwritten``.
 """
 
 from __future__ import annotations

@@ -6,14 +6,15 @@ If a rank runs a frame uncompiled while its peers overlap the frame's graph, the
     rank 0   (uncompiled) all_reduce: waits for rank 1
     rank 1   the graph's call: waits for the plan of rank 0
 
-So each process has a watching thread. For each group (``call_state``), it looks again and again at the thread that made
-the group's newest call. It makes a report if two looks in a row find this thread inside one collective:
+So each process has a watching thread. For each group (``call_state``), the watching thread looks again and again at the
+*calling thread*, which made the group's newest call. The watching thread makes a report if two looks in a row find the
+calling thread inside one collective:
 
 * Outside of graphs, it reports the *place* that the rank has reached (``call_place``). The report is a promise: this
-  rank joins no call that begins before this place. A waiting rank whose call begins before it runs its plain program.
-  The reporting rank skips such a call (``call_board.skip``).
-* In a call, it reports the call's number. If another rank has skipped this call, that was a mistake: had it run the
-  call uncompiled, the collective would have ended.
+  rank joins no call that begins before this place. A rank that waits in such a call runs its plain program. The
+  reporting rank skips the call (``call_board.skip``).
+* In a call, it reports the call's number. If another rank has skipped this call, that was a mistake: had the other rank
+  run the call uncompiled, the collective would have ended.
 
 Reports go to the group's store. One lock is held while a report is made, and while a call is counted. So once a rank
 has counted a call, it reports nothing from before the call.

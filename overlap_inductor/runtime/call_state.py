@@ -49,7 +49,7 @@ class GroupState:
         newest: the plan that was agreed upon last.
         apart: why overlap is disabled for the group; ``""`` if it is not.
         page: the group's call page; ``None`` before the first agreement, or if the ranks share no memory.
-        skipped: the values of other ranks for which this rank last skipped a number.
+        skipped: the values that other ranks published for the call that this rank skipped last.
         lock, promised, told_inside: see ``call_report.Watched``.
     """
 

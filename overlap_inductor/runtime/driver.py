@@ -5,8 +5,8 @@ other code uses, and captures.
 A copy by address takes about 7 us on a slow host; a slice and its ``copy_`` take 13 us. No bounds are checked. A copy
 on a stream that is being captured becomes a node of the graph.
 
-Captures do not use ``torch.cuda.CUDAGraph``. If such a capture fails, torch's random number generator and allocator
-behave as if it still ran (torch 2.11). A failed capture through the driver leaves no state behind.
+Captures do not use ``torch.cuda.CUDAGraph``. If a capture of a ``CUDAGraph`` fails, torch's random number generator and
+allocator behave as if the capture still ran (torch 2.11). A failed capture through the driver leaves no state behind.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class Graph:
 
     def __init__(self, start: Callable[[], None], stream: int) -> None:
         """``stream``: number of the current stream, which must not be the default stream. Raises what ``start`` raises,
-        or ``RuntimeError`` if the driver refuses. If an error in ``start`` has also invalidated the capture, it is the
-        context of the ``RuntimeError``."""
+        or ``RuntimeError`` if the driver refuses. If an error in ``start`` has also invalidated the capture, this error
+        is the context of the ``RuntimeError``."""
         graph, made = ctypes.c_void_p(), ctypes.c_void_p()
         _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, THREAD_LOCAL)
         try:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``FaultRecord`` reads the faults of a group: the records of kernels that gave up, because a wait timed out. It can
-also stop every waiting kernel of the group.
+"""``FaultRecord`` reads the faults of a group: the records of kernels that gave up because a wait timed out. A
+``FaultRecord`` can also stop every waiting kernel of the group.
 
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
 (``runtime.board``). It also sets the abort words of all ranks that share the board. A host copies the words on a stream
 of their own, so the copies never queue behind a kernel that waits. If a host cannot copy, the peers' watchdogs read the
 board and stop the waits on their own GPUs (``stop_waits``).
 
-The next call on every rank that shares the board raises an error. It names the first wait that timed out, or the rank
-that aborted the group.
+The next call on every rank that shares the board raises an error. The error names the first wait that timed out, or the
+rank that aborted the group.
 """
 
 from __future__ import annotations

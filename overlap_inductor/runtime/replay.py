@@ -15,10 +15,10 @@ and on the allocations that hold the tensors in ``copied``. It may depend on not
     allocations have changed    drop the site's graphs, then continue as for a first call
     no replay is possible       start() at every call
 
-Why this is correct. A captured graph fixes only the values in its key. Kernels read the number of the call from device
-memory. Kernels, slots and fault memory outlive the graph. The first call has loaded every kernel, so a capture waits
-for nothing on the device. A rank's calls run one after the other on its GPU (``runtime.call_order``). So graphs can
-share one workspace of the vendor's matmul library.
+Why this is correct. A captured graph fixes the values in its key, and no others. Kernels read the number of the call
+from device memory. Kernels, slots and fault memory outlive the graph. The first call has loaded every kernel, so a
+capture waits for nothing on the device. A rank's calls run one after the other on its GPU (``runtime.call_order``). So
+graphs can share one workspace of the vendor's matmul library.
 
 Why allocations are compared. A copy in a graph is bound to the allocation with which it was captured. If the program
 frees this allocation, a new one may cover the same address. ``cuGraphLaunch`` then fails with
@@ -79,6 +79,7 @@ def launched(
         what: hashable; everything that the launches depend on besides ``tensors``.
         tensors: the tensors that the launches read or write, on the launch's device. ``None`` for an absent tensor.
         start: queues the launches on the current stream.
+        replays: False to run ``start`` at every call.
         copied: the members of ``tensors`` that copies may read or write, also copies by the vendor's matmul library.
 
     Raises:
@@ -111,7 +112,7 @@ def launched(
         launch.seen.clear()
     seen = launch.seen.get(key)
     if seen is None or seen[0] != allocations:
-        # Remembered only after success, because a capture needs every kernel to be loaded.
+        # The call is remembered only after ``start`` succeeded, because a capture needs every kernel to be loaded.
         start()
         if seen is None and len(launch.seen) >= MOST_OF_A_SITE:
             del launch.seen[next(iter(launch.seen))]

@@ -63,10 +63,10 @@ class InOrder(nullcontext[None]):
 
 class WaitingStream:
     """A stream for kernels that wait, beside the copies on the current stream. Call ``follow`` first. Then ``before``
-    makes the next work on the current stream wait for the kernel.
+    launches such a kernel, and the next work on the current stream waits for the kernel.
 
-    On one stream, a copy starts 12 us after the end of a kernel. If it waits for an event of another stream that was
-    reached long ago, it starts at once.
+    On one stream, a copy starts 12 us after the end of a kernel. If the copy instead waits for an event of another
+    stream, and the event is long past, the copy starts at once.
     """
 
     def __init__(self, device: torch.device) -> None:

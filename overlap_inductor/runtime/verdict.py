@@ -50,6 +50,8 @@ class Outcome:
 
 YES, NO = Outcome(True), Outcome(False)
 DIFFERENT, APART = "0", "x"
+"""Two more verdicts. ``DIFFERENT``: all ranks run the plain program. ``APART``: the ranks also disable overlap for the
+plan's groups."""
 
 
 def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> Outcome:
@@ -109,8 +111,8 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     ):
         verdict = (APART, verdict[1])
     places = [_places(s, plan, values) for s, values in zip(states, here, strict=True)]
-    # Without verdicts, two ranks could decide differently about a late rank: one stopped waiting, the other saw it
-    # join.
+    # Without verdicts, two ranks could decide differently about a late rank. For example, one rank stops waiting, and
+    # the other rank sees the late rank join.
     uneven = bool(absent) or any(
         p != call_board.value(s, plan) for s, others in zip(states, places, strict=True) for p in others
     )
@@ -153,7 +155,7 @@ def _share_pages(
     limit: float,
 ) -> None:
     """Make the pages of the agreed plan's groups. All ranks that the groups connect call this together. If each group
-    has a page on all these ranks, *tie* the plan: it is compared at every call."""
+    has a page on all these ranks, *tie* the plan: the ranks compare a tied plan at every call."""
     for state in sorted(states, key=lambda s: plan.alias(s.group.group_name)):
         state.share_page()
     verdict = (EQUAL if all(s.page is not None for s in states) else DIFFERENT, "")
@@ -212,8 +214,8 @@ def _check_reachable(
             " the other ranks' (TORCH_LOGS=recompiles names them), or switch overlap off on all ranks"
             " (OVERLAP_INDUCTOR=off)."
         )
-    # If this rank has skipped a call (``MOVED``), the missing ranks ran their plain programs in it. So they are not
-    # inside the transfers of an agreed plan.
+    # If this rank has skipped a call (``MOVED``), the missing ranks ran their plain programs in that call. So the
+    # missing ranks are not inside the transfers of an agreed plan.
     if missing and state.newest is not None and state.mark != MOVED:
         ranks = ", ".join(str(global_rank(group, r)) for r in missing)
         raise AgreementError(

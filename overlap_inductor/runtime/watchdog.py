@@ -113,7 +113,8 @@ class Watchdog:
 
     def look(self) -> None:
         for watch in tuple(self._watches):
-            # Read after ``alive``, so the record of a destroyed group holds all faults from before its destruction.
+            # The record is read after ``alive``. So the record of a destroyed group holds all faults from before the
+            # group's destruction.
             alive, error = watch.alive(), watch.faults.error()
             if error is not None and watch.seen is None:
                 self._found(watch, error, alive)

@@ -57,9 +57,9 @@ class Launch:
         patience_ns: how long a kernel waits for a peer, ns.
         prepared: kernels that are ready to be launched, by the caller's key.
         kept: objects that must live as long as this one, by the caller's key.
-        seen: for each call that was seen once, its copies' allocations, and whether it may be captured
+        seen: for each call that has run once, its copies' allocations, and whether the call may be captured
             (``runtime.replay``).
-        replays: for each captured call, its copies' allocations, and the function that launches the graph.
+        replays: for each captured call, its copies' allocations, and the function that launches the call's graph.
     """
 
     rank: int

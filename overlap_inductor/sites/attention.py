@@ -151,8 +151,8 @@ def parse(node: fx.Node) -> AttentionNode | None:
 def readers(sources: Iterable[fx.Node], follows: Callable[[fx.Node], bool], steps: int) -> Iterator[AttentionNode]:
     """The attention ops whose keys or values come from ``sources``, nearest first.
 
-    Fewer than ``steps`` nodes stand in between, all with ``follows``. An op may be yielded for its keys and again for
-    its values. Ops whose results are not read are skipped.
+    Fewer than ``steps`` nodes stand in between, and ``follows`` is true of each of them. An op may be yielded for its
+    keys and again for its values. Ops whose results are not read are skipped.
     """
     frontier = [*sources]
     seen = {*frontier}
@@ -173,8 +173,8 @@ def readers(sources: Iterable[fx.Node], follows: Callable[[fx.Node], bool], step
 def arguments_of_piece(
     attention: AttentionNode, key: fx.Node, value: fx.Node, mask: fx.Node | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments of an op on a part of the keys and values. ``mask`` is added to their
-    scores."""
+    """The positional and keyword arguments of an op on a part of the keys and values. ``mask`` is added to the scores
+    of these keys."""
     values: dict[str, Any] = {"key": key, "value": value}
     kind = _CUT[attention.node.target]
     if mask is not None and kind.mask is not None:

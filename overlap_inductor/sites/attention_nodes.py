@@ -24,7 +24,8 @@ from overlap_inductor.sites.placement import needed_behind
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of ``atom`` that keeps the indices from ``start`` on. The new atom ``left`` counts the kept indices."""
+    """A cut that keeps some consecutive indices of ``atom``. The first kept index is ``start``. The new atom ``left``
+    counts the kept indices."""
 
     atom: Atom
     start: int
@@ -114,8 +115,8 @@ class AttentionNodes(SiteNodes):
         return [*sorted(self.between()), *(place.hoisted if place is not None else ())]
 
     def places(self) -> list[Placement]:
-        """At the later gather, and at the first use of the site's results. If the first use comes before the later
-        gather, only the second place."""
+        """Two places: at the later gather, and at the first use of the site's results. If the first use comes before
+        the later gather, there is only the place at the first use."""
         members = self._members()
         first_use = min({user for member in members for user in member.users} - members)
         later = self.collectives[-1].node

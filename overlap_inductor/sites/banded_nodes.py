@@ -2,7 +2,7 @@
 """``BandedNodes``: the nodes of ``matmul -> row-wise ops -> all-to-all``, computed in bands of tokens.
 
 Row-wise ops (``sites.row_wise``), such as a norm, may need all columns of a row. So a piece is a *band*: some rows of
-the matmul with all columns. It holds a part of every rank's slice.
+the matmul with all columns. A band holds a part of every rank's slice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the reason why a collective leads to no site, if the finders gave none.
 
-The reason names the nearest matmul within ``STEPS`` nodes and the first of these obstacles:
+If a matmul is within ``STEPS`` nodes, the reason names the nearest one, and the first of these obstacles:
 
 1. The matmul's kind cannot be cut: grouped, a product with a vector, or unknown to ``matmuls.parse``.
 2. An op between matmul and collective is not pointwise and does more than move elements.

@@ -87,8 +87,8 @@ def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
 
 
 def group_name(node: fx.Node) -> str | None:
-    """The name of a collective's process group, or ``None``. Its argument is the name or, if one rank compiles for all,
-    a node that holds the group."""
+    """The name of a collective's process group, or ``None``. The collective's argument is the name or, if one rank
+    compiles for all, a node that holds the group."""
     name = operators.argument(node, "group_name") or operators.argument(node, "process_group")
     if isinstance(name, str):
         return name
@@ -106,7 +106,7 @@ def group_of(node: fx.Node) -> str | None:
 
 def kept_kind(node: fx.Node) -> str | None:
     """Kind and dtype (``"all_reduce bfloat16"``) of a collective that all ranks of a group call, else ``None``.
-    ``None`` also in ``c10d`` and ``c10d_functional``."""
+    Also ``None`` for a collective in ``c10d`` or ``c10d_functional``."""
     found = _kind(node)
     if found is None or found[0] in _POINT_TO_POINT or operators.qualified_name(node)[0] in ("c10d", "c10d_functional"):
         return None
@@ -153,8 +153,9 @@ def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None 
 
 
 def _wait_of(node: fx.Node) -> fx.Node | Reason:
-    """The last wait of the collective ``node``, or ``node`` itself if it needs none. A ``Reason`` if the result has no
-    wait, more than one, or another user."""
+    """The last wait of the collective ``node``, or ``node`` itself if it needs no wait. A ``Reason`` if the result has
+    no wait, more than one wait, or a user that is no wait. The graph's output and reads of the number of rows that an
+    all-to-all receives are no such users."""
     if changes_shards(node):
         return node
     waits = [u for u in node.users if operators.is_wait(u)]
@@ -178,7 +179,8 @@ def _reads_rows(user: fx.Node, node: fx.Node) -> bool:
 
 
 def find_collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, CollectiveNode | Reason]]:
-    """Every collective in graph order: ``(node, kind, CollectiveNode)``, or ``(node, kind, Reason)`` without a site."""
+    """Every collective in graph order: ``(node, kind, CollectiveNode)``, or ``(node, kind, Reason)`` if the collective
+    cannot become a site."""
     for node in graph.nodes:
         found = _kind(node)
         if found is None:

@@ -41,7 +41,7 @@ class DispatchedNodes(SiteNodes):
     Attributes:
         dispatch, combine: the two exchanges.
         steps: the nodes that compute the experts' rows, in graph order, first the ``index`` op.
-        put: the node that brings the rows back.
+        put: the ``index_put`` that brings the rows back into the order in which they arrived.
     """
 
     dispatch: CollectiveNode
@@ -111,8 +111,8 @@ class DispatchedNodes(SiteNodes):
         return [*self.steps, self.put, *self._readers()]
 
     def places(self) -> list[Placement]:
-        """One place, right before the second exchange. Outside nodes before it that are computed from the steps move
-        down to it."""
+        """One place, right before the second exchange. Nodes outside the site that stand before this place, and are
+        computed from the steps, move down to this place."""
         return [Placement(self.combine.node, self._readers(), [], [])]
 
     def _readers(self) -> list[fx.Node]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Epilogue``: pointwise ops that a kernel computes on each tile of a result. ``applied`` computes them with torch.
 
-It holds the kinds of its extra tensors, and a program. Each op of the program assigns one new value, and the last value
-is the result. As text, ``silu(x) * e0`` is::
+An ``Epilogue`` holds a program, and the kinds of the extra tensors that the program reads besides the result. Each op
+of the program assigns one new value. The last value takes the place of the result. As text, ``silu(x) * e0`` is::
 
     {"extras": ["full"],
      "ops": [["neg", "x"], ["exp", "t0"], ["add", "t1", 1.0], ["div", "x", "t2"], ["mul", "t3", "e0"]]}
@@ -42,8 +42,8 @@ TORCH_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sub": operator.sub,
     "to": lambda a, dtype: a.to(getattr(torch, dtype)).float(),
 }
-"""Ops on fp32 tensors. At most one argument is a number; for ``maximum`` and ``minimum``, the second. ``to`` takes the
-name of a dtype."""
+"""Ops on fp32 tensors. At most one argument is a number. For ``maximum`` and ``minimum``, only the second argument may
+be a number. ``to`` takes the name of a dtype."""
 
 
 @dataclass(frozen=True)

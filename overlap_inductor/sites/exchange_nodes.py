@@ -36,8 +36,8 @@ class SentNodes(ReduceNodes):
 
     @property
     def lead(self) -> Size:
-        """The outermost size of a rank's slice in the matmuls' layout. Cut along it, each sub-chunk is a contiguous run
-        of the slice."""
+        """The outermost size of a rank's slice in the matmuls' layout. Sub-chunks are cut along it, so each sub-chunk
+        is a contiguous run of the slice."""
         sharded = self.sharded
         if sharded.dim:
             return self.shape[0]
@@ -63,7 +63,7 @@ class ReceivedNodes(GatherNodes):
     """all-to-all -> views and pointwise ops -> matmuls.
 
     Attributes:
-        source: the tensor that is sent: the collective's input, or the tensor of which it is a permuted copy.
+        source: the tensor that is sent: the collective's input, or the tensor of which the input is a permuted copy.
         source_layout: layout of ``source``, in the atoms of ``raw``.
         given: layout of the collective's result.
         raw: layout of what is sent, in the order of the first matmul's reads or of ``given``.

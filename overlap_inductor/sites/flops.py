@@ -7,7 +7,7 @@ Matmuls and attention are counted here, because PyTorch's formulas have gaps:
 - They raise for ``bmm(..., out_dtype=)`` and ``addmm(..., out_dtype=)`` (torch 2.13).
 - They raise for attention with fewer heads of keys than of queries (torch 2.11).
 - They take the tokens of ``_flash_attention_forward`` for its heads.
-- ``_int_mm`` has none.
+- There is no formula for ``_int_mm``.
 
 Sizes are rounded as in ``sites.sizes``.
 """
@@ -71,15 +71,16 @@ def bytes_read(node: fx.Node) -> float:
 
 
 def _of_attention(node: fx.Node, name: str) -> float | None:
-    """Forward: two products of queries x keys x a head's size. Backward: the same two, and three operands'
-    gradients."""
+    """The forward op has two products of queries x keys x a head's size. The backward op has five: three with the size
+    of a query, and two with the size of a value."""
     query, key, value = (_sizes(operators.argument(node, operand)) for operand in ("query", "key", "value"))
     if not query or not key or not value:
         return None
     if name.startswith("_scaled_dot_product"):
         keys = key[-2]
     else:
-        # (batch, tokens, heads, size); or (tokens of all sequences, heads, size) with the length of the longest.
+        # Keys are ``[batch, tokens, heads, size]``, or ``[tokens of all sequences, heads, size]``. In the second case,
+        # an argument holds the length of the longest sequence.
         longest = operators.argument(node, "max_k", operators.argument(node, "max_seqlen_k"))
         keys = longest if isinstance(longest, int) else key[-3]
     of_scores, of_values = (3, 2) if name.endswith("_backward") else (1, 1)

@@ -73,8 +73,8 @@ class GatherNodes(SiteNodes):
     Attributes:
         raw: layout of the gathered tensor.
         through: source of each view-like node.
-        layouts: layouts of the nodes from the gathered tensor to the matmuls. Empty if they are only views and
-            element-wise ops.
+        layouts: layouts of the nodes from the gathered tensor to the matmuls. Empty if these nodes are only views and
+            pointwise ops.
         whole: the dims that the row-wise ops in ``layouts`` need whole (``sites.row_wise``).
     """
 

@@ -9,7 +9,8 @@ A mixture of experts sorts its ``(token, expert)`` pairs by expert, and an index
     rows = pointwise(y, shares, ...)                                     # for example a mask
     out  = reshape(index(rows, [places]), [tokens, experts_a_token, N])  # row i of out is row places[i] of rows
 
-A part of ``out`` needs only the rows of ``x`` at its places. Sorted places are in the experts' order.
+A part of ``out`` needs only the rows of ``x`` at its places. If a part's places are sorted, its rows of ``x`` are in
+the experts' order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from overlap_inductor.torch_compat import operators
 aten = torch.ops.aten
 KIND = "grouped_mm"
 STEPS = 16
-"""The most nodes that the search from the index back to its grouped matmul may visit."""
+"""If the search from an index back to its grouped matmul visits more nodes than this, it finds nothing."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ class GroupedMatmul(GroupedNode):
 
     @property
     def is_masked(self) -> bool:
-        """Whether a ``where`` follows the grouped matmul. It is assumed to mask rows of other ranks' experts."""
+        """Whether a ``where`` follows the grouped matmul. A ``where`` is assumed to mask rows of other ranks'
+        experts."""
         return any(n.target is aten.where.self for n in self._after)
 
     @property

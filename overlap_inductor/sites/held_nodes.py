@@ -91,8 +91,8 @@ class HeldNodes(SiteNodes):
         return [c for c in self.exchanges if self.attention.node < c.node]
 
     def places(self) -> list[Placement]:
-        """At most one place. If an exchange starts after the attention: right before the attention. Else, if a wait
-        stands before the attention: right after it."""
+        """At most one place. If an exchange starts after the attention, the place is right before the attention.
+        Otherwise, if a wait stands before the attention, the place is right after the attention."""
         attention = self.attention.node
         operands = [node for c in self.late_starts() for node in c.node.all_input_nodes]
         if operands:

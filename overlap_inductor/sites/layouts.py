@@ -50,7 +50,7 @@ class Atom:
 
     - ``total``: number of indices of this atom and the next one together. ``None``: the product of their sizes.
     - ``chunk``: the atom of a full shard's rows, if the last shards are short (``Layout.cut_short``).
-    - ``uneven``: it counts rows and not ranks, because the ranks' parts may differ in rows.
+    - ``uneven``: whether the atom counts rows instead of ranks, because the ranks' parts may differ in rows.
     """
 
     size: Size

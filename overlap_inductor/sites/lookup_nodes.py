@@ -145,7 +145,7 @@ class GradientNodes(TableNodes):
     Attributes:
         slices: for each slice, the number of its table.
         read: layout of a slice, in the atoms of ``wire``.
-        source: the tensor that is sent: the collective's input, or the tensor of which it is a permuted copy.
+        source: the tensor that is sent: the collective's input, or the tensor of which the input is a permuted copy.
         last_first: whether the graph reads the last table first.
     """
 
@@ -174,8 +174,8 @@ class GradientNodes(TableNodes):
 
 
 def _looked_up(lookup: LookupNode) -> int:
-    """Bytes that a lookup reads and writes. The rows of a bag are rounded to a power of two, to be equal on all
-    ranks."""
+    """Bytes that a lookup reads and writes. The mean number of rows of a bag is rounded to a power of two, to be equal
+    on all ranks."""
     bags, width = hint(lookup.bags), hint(tools.shape(lookup.rhs)[-1])
     each = hint(tools.numel(tools.shape(lookup.lhs))) / max(bags, 1)
     rows = 2 ** round(math.log2(each)) if each >= 1 else 1

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``LookupNode`` presents a lookup in an embedding table, or the gradient of a table, as a matmul.
 
-The left operand, the selection, says which rows of the table are added, and with which weights. It has few nonzeros::
+The left operand, the selection, says which rows of the table are added, and with which weights. Most elements of the
+selection are zero::
 
                                 out[M, N]          lhs[M, K]               rhs[K, N]
     embedding, embedding_bag    out[bags, width] = selection[bags, rows] @ table[rows, width]

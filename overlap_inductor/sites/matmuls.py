@@ -216,7 +216,7 @@ def emit_partial(graph: fx.Graph, matmul: MatmulNode, lhs: fx.Node, rhs: fx.Node
     """Write ``total + lhs @ rhs`` without bias, for a contraction in parts. Return the new node, without ``meta``.
     ``total``: the sum of the earlier parts, or ``None``.
 
-    New node and ``total`` are int32 for ``int_mm``, fp64 for fp64, and else fp32.
+    The new node and ``total`` are int32 for ``int_mm``, fp64 for a matmul in fp64, and fp32 for any other matmul.
     """
     call = graph.call_function
     if matmul.kind == "int_mm":

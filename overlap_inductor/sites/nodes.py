@@ -143,8 +143,8 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def read_in_place(self) -> bool:
-        """Whether nodes outside the site read a node between collective and matmuls. If so, the steps are written
-        before the nodes that move down."""
+        """Whether nodes outside the site may read a node between the collectives and the site's results. If so, the
+        steps are written before the nodes that move down."""
 
     @abstractmethod
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
@@ -157,7 +157,7 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def cut(self) -> tuple[list[Size], str] | None:
-        """``(sizes that are cut for the transfer, text after them)``, as in ``ExchangeTerms.cut``. Equal on all ranks.
+        """``(sizes, words)`` of the dims that are cut for the transfer (``ExchangeTerms.cut``), equal on all ranks.
         ``None`` if the cut depends on the schedule."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ The finder recognises the norm of Llama and related models. ``added`` is fp16 or
     ->  normed, added = one op                          # by the rewrite
 
 Reshapes to and from rows may come in between. ``torch.nn.RMSNorm`` multiplies by its weight before it rounds. This
-gives other bits, so it is not recognised.
+gives other bits, so the norm of ``torch.nn.RMSNorm`` is not recognised.
 """
 
 from __future__ import annotations

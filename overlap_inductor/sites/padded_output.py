@@ -26,7 +26,8 @@ from overlap_inductor.sites.reduce_nodes import Padding
 
 
 def padding_before(node: fx.Node) -> fx.Node | None:
-    """The node behind views and copies of ``node``, if it appends zeros to one dim of known size; else ``None``."""
+    """The node from which views and copies alone make ``node``, if that node appends zeros to one dim of known size;
+    else ``None``."""
     while tools.is_reshape(node) or node.target in tools.SAME:
         node = node.args[0]
     found = padded(node)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that an index tensor holds each index once, from the nodes that compute the tensor.
 
-An index brings rows from their senders' order into the experts' order. ``v`` holds the numbers of rows for each rank
-and expert. ``f`` reorders these numbers by views and permutations::
+Such an index brings rows from their senders' order into the experts' order. ``v`` holds the numbers of rows for each
+rank and expert. ``f`` reorders these numbers by views and permutations::
 
     segment = repeat_interleave(f(v))                       # for each row, the number of its run of rows
     index   = f(cumsum(v) - v)[segment] + arange(rows) - (cumsum(f(v)) - f(v))[segment]

@@ -18,7 +18,7 @@ aten = tools.aten
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows ``start, start + step, ...`` (``length`` of them) of ``base`` along ``dim``."""
+    """The ``length`` indices ``start, start + step, ...`` of ``base`` along ``dim``."""
 
     base: fx.Node
     dim: int

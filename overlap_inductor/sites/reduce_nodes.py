@@ -24,13 +24,13 @@ from overlap_inductor.sites.placement import Placement
 
 @dataclass(frozen=True)
 class Region:
-    """Reductions over a dim and ``cat`` between matmuls and collective (``passes.find_region``). Dims are numbered as
-    in the matmuls' results.
+    """The reductions over dims, and the ``cat`` ops, between matmuls and collective (``passes.find_region``). Dims are
+    numbered as in the matmuls' results.
 
     Attributes:
         reduced: for each reduction, the dims that it reduces.
         joined: for each ``cat``, the dim along which it joins.
-        places: for each tensor read from elsewhere, its layout.
+        places: for each tensor that the region reads from elsewhere, its layout.
         cut: the dim that is cut into pieces.
         layout: layout of the collective's input, over the dims that are not reduced.
     """
@@ -46,7 +46,7 @@ class Region:
 class Padding:
     """``node`` appends zeros to a rank's output before it is gathered, because other ranks' outputs are larger.
 
-    ``columns``: how many columns ``node`` appends. 0 if it appends rows; these count as missing in
+    ``columns``: how many columns ``node`` appends. 0 if ``node`` appends rows. Appended rows count as missing in
     ``ReduceNodes.sharded``.
     """
 

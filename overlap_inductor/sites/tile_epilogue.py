@@ -10,11 +10,13 @@ Rules:
 
 - A tail begins at the result of a reduction, or of a matmul of a gathered tensor. Nodes outside read only its last
   node, the end. If several nodes can be the end, the last one is taken.
-- It reads at most ``MOST_EXTRAS`` other tensors (extras), which come before the site's collective. Each is a row, a
-  column, one element or of the result's shape.
-- No extra is the result of another collective: that collective's site may use nodes of the tail for a norm.
-- The end must be needed in memory: by a matmul, a collective or the graph's caller. In a residual stream, a reader of
-  the end may also depend on a matmul that is computed from the end. Inductor fuses other pointwise chains at no cost.
+- A tail reads at most ``MOST_EXTRAS`` other tensors (extras), which come before the site's collective. Each extra is a
+  row, a column, one element or of the result's shape.
+- No extra is the result of another collective. Otherwise nodes of the tail could be part of a norm that the other
+  collective's site computes.
+- The end must be needed in memory: a matmul, a collective or the graph's caller reads the end. Or a reader of the end
+  depends on a matmul that is computed from the end, as in a residual stream. Inductor fuses other pointwise chains at
+  no cost.
 - Inductor keeps ``erf`` and ``tanh``, because the tensor cores idle while a kernel computes them on a tile. A GELU took
   longer on tiles than in a later kernel, by 3 % of the matmul's time (2 H200s, K = 8192).
 """
@@ -79,7 +81,7 @@ def find_tail(
     """The tail after ``result``, or ``None``. Only a result in fp16 or bf16 with static sizes has a tail.
 
     Args:
-        collective: the site's collective, where the kernel will be written.
+        collective: the site's collective. All extras must come before it in the graph.
         planned: text of the planned epilogue. If given, only a tail with this epilogue is returned. Other sites'
             rewrites may have made a longer tail possible.
     """

@@ -2,7 +2,7 @@
 """Switch the pass on for every Inductor compile of the process, and off again.
 
 This module puts one pass object into each *slot*, a setting of Inductor that holds custom passes
-(``inductor.pass_slot``). At each compile the object takes the first of these switches:
+(``inductor.pass_slot``). At each compile, the object takes the first of these sets of switches that exists:
 
 1. those of the innermost ``overlap()`` of this thread;
 2. those of ``enable()``;
@@ -80,8 +80,8 @@ def enable(**fields: Any) -> OverlapConfig:
 def disable() -> None:
     """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call.
 
-    Inductor's slots then hold only what others put there, and its functions are no longer wrapped. Graphs that are
-    already compiled stay as they are. A backward that is not compiled yet gets no overlap, unless
+    Inductor's slots then hold only what others put there, and Inductor's functions are no longer wrapped. Graphs that
+    are already compiled stay as they are. A backward that is not compiled yet gets no overlap, unless
     ``backend="overlap_inductor"`` compiled its forward.
     """
     with _lock:
@@ -181,8 +181,8 @@ def _warn_about_compiled() -> None:
 
 
 def _apply() -> None:
-    """Put the pass into the slots or take it out, and wrap Inductor's functions, each when the module that it changes
-    is imported."""
+    """Put the pass into the slots or take it out, and wrap Inductor's functions. Each of these steps waits until the
+    module that the step changes is imported."""
     _cancel_waiting()
     if not _wanted() and not _switch.applied:
         return

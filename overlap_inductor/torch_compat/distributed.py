@@ -59,8 +59,8 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
 def counter(group: dist.ProcessGroup) -> tuple[Callable[[], int], bool]:
     """``(count, exact)``.
 
-    ``count`` returns how many collectives the group's backend has issued on this rank: the accelerator's backend, else
-    the CPU's. If neither counts, 0.
+    ``count`` returns how many collectives the group's backend has issued on this rank. The backend is that of the
+    accelerator or, if it does not count, that of the CPU. If neither counts, ``count`` returns 0.
 
     ``exact``: whether only collectives are counted, as in NCCL (``seqCollective_`` of torch's ``ProcessGroupNCCL``).
     Gloo also counts sends and receives.

@@ -26,7 +26,7 @@ def nested_region(graph: fx.Graph) -> str | None:
     """Why the ranks cannot compare the inputs of ``graph``, if ``graph`` is a subgraph
     (``torch.compiler.nested_compile_region``); else ``None``. A call passes only the inputs of the whole graph.
 
-    AOTAutograd adds a description to each input of a traced graph, but not of its subgraphs.
+    AOTAutograd adds a description to each input of a traced graph, but not to the inputs of its subgraphs.
     """
     inputs = graph.find_nodes(op="placeholder")
     if inputs and not any("desc" in node.meta for node in inputs):

@@ -39,7 +39,7 @@ def starts_transfer(node: fx.Node) -> bool:
 
 
 def moving_pass() -> str | None:
-    """An Inductor setting (its name) that is on and lets a later pass move nodes past writes, or ``None``."""
+    """The name of an Inductor setting that is on and lets a later pass move nodes past writes, or ``None``."""
     from torch._inductor import config
 
     for name in ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx"):
@@ -50,8 +50,8 @@ def moving_pass() -> str | None:
 
 
 def prefetcher() -> str | None:
-    """An Inductor setting (its name) that is on and moves gathers of weights ahead, or ``None``. Without it, a gather
-    stands where its weight is used."""
+    """The name of an Inductor setting that is on and moves gathers of weights ahead, or ``None``. Without such a
+    setting, a gather stands where its weight is used."""
     from torch._inductor import config
 
     if config.reorder_for_compute_comm_overlap:

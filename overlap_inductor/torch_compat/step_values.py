@@ -31,8 +31,8 @@ class StepValues:
         self._known: dict[Any, tuple[Any, ...] | None] = {}
 
     def evaluate(self, node: fx.Node, site: str) -> Any:
-        """The result of ``node`` as a new fake tensor. ``site``: the site's id, an argument that does not affect the
-        result."""
+        """The result of ``node`` as a new fake tensor. ``site``: the site's id. The node may take this id as an
+        argument, but the result does not depend on the id."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         mark(node)
         # A graph has one fake mode.
@@ -149,7 +149,7 @@ def _lies(value: FakeTensor) -> tuple[Any, ...] | None:
 
 
 class _NotAKey(Exception):
-    """An argument is neither a constant nor a fake tensor."""
+    """An argument is neither a constant nor a strided fake tensor, or one of its sizes is symbolic."""
 
 
 def _key(value: Any, site: str) -> Any:

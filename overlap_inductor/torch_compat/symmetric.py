@@ -41,7 +41,7 @@ class SymmetricBuffer:
 
 
 Together = Callable[[str, Callable[[], Any]], Any]
-"""``(what, attempt) -> result``: runs the attempt on every rank of a group. All ranks raise if it fails on one
+"""``(what, attempt) -> result``: runs the attempt on every rank of a group. If it fails on one rank, all ranks raise
 (``runtime.all_or_none``)."""
 
 
@@ -62,8 +62,8 @@ def allocate(
     Raises:
         NotOnAllRanks: a rank could not allocate or map (raised by ``together``).
     """
-    # CUDA graph trees claim what the thread of a graph's first run allocates. The rendezvous keeps a little such
-    # memory.
+    # CUDA graph trees claim the memory that the thread of a graph's first run allocates. The rendezvous allocates a
+    # little memory and keeps it, so another thread runs it.
     with ThreadPoolExecutor(1, "overlap_inductor allocates") as thread:
         return thread.submit(_allocate, elements, dtype, device, group, together).result()
 
@@ -73,7 +73,7 @@ def _allocate(
 ) -> SymmetricBuffer:
     from torch.distributed import _symmetric_memory
 
-    # The new thread is outside inference mode, and lacks the caller's current device.
+    # The new thread inherits neither the caller's inference mode nor its current device.
     torch.cuda.set_device(device)
     nbytes = elements * dtype.itemsize
     local = together(
@@ -121,8 +121,8 @@ def capturing() -> bool:
 
 @functools.cache
 def hardware_queues() -> int:
-    """Number of hardware queues of this process's streams: ``CUDA_DEVICE_MAX_CONNECTIONS``, by default 8. Cached: CUDA
-    reads the variable only once, too."""
+    """Number of hardware queues of this process's streams: ``CUDA_DEVICE_MAX_CONNECTIONS``, by default 8. Cached,
+    because CUDA also reads the variable only once."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(given) if given.isdecimal() and int(given) else 8
 
@@ -168,8 +168,8 @@ class Reach(NamedTuple):
 
 
 def reach() -> Reach | None:
-    """The ``Reach`` of this process's GPU, or of a GPU of ``target``. ``None`` for this machine before CUDA is
-    initialized."""
+    """The ``Reach`` of a GPU of ``target``, if there is a target. Otherwise the ``Reach`` of this process's GPU, or
+    ``None`` before CUDA is initialized."""
     if (box := target()) is not None:
         return Reach(box.capability, box.gpus, box.gpus, ())
     if not torch.cuda.is_initialized():

@@ -9,8 +9,8 @@ Host time of a launch, for a kernel with 50 arguments and four tensor maps:
 
 From launch to launch, arguments may change only in their addresses. The tensor map of each address is remembered.
 
-The kernel is loaded before the first launch, to avoid a deadlock. Loading waits for the device. There, another kernel
-of the op may wait for the kernel to be loaded.
+The kernel is loaded before the first launch, to avoid a deadlock. Loading waits until the device is idle. But another
+kernel of the op may be running, and wait for the kernel that is not loaded yet.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class _Direct:
         for at, _ in self._varying:
             values[at] = [None] * (at.stop - at.start) if isinstance(at, slice) else None
         self._values = values
-        # ``values`` holds no descriptor's tensor. ``compiled.function`` belongs to the module that ``compiled`` loaded.
+        # ``values`` does not keep the tensors of descriptors alive. ``compiled`` keeps ``compiled.function`` loaded.
         self._alive = compiled, [a for number, a in enumerate(arguments) if number not in places]
 
     def __call__(self, *varying: torch.Tensor | None) -> None:

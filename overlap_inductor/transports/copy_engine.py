@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport ``copy_engine``: copy engines copy rows to the peers' memory. A second copy then sets the receiver's flag.
 
-The copies occupy no SM. On an H200, they move 379 GB/s, with 3 us between two copies. What sets the flag delays the
-next copy:
+The copies occupy no SM. On an H200, they move 379 GB/s, with 3 us between two copies. Setting the flag delays the next
+copy. The delay depends on what sets the flag:
 
 ===================  ===========
 a copy               2 us
@@ -10,8 +10,8 @@ a kernel             12 us
 a write by a stream  15 to 20 us
 ===================  ===========
 
-CUDA graphs. A graph's copies are the same in every replay. So the copy of the flag reads the call's number from a word
-in memory. ``transports.credits.credit_kernel`` writes this word in each call.
+CUDA graphs. A graph's copies are the same in every replay. So the copy that sets a flag reads the call's number from a
+word in memory. ``transports.credits.credit_kernel`` writes this word in each call.
 
 Ordering. The copies of a stream run one after the other. A copy begins when everything that the previous copy has
 written is visible. So a reader that acquires the flag sees the rows (``tests.gpu.check_litmus``, "copy engine, copied
@@ -19,24 +19,24 @@ flag").
 
 Without a credit. A peer's credit allows this rank to write into that peer's workspace. A wait for credits also ends if
 it times out, or if the group is aborted. Then kernels do not store (``kernels.signals.may_store``), but queued copies
-still run. They do no harm:
+still run. These copies do no harm:
 
-* No rank takes the copied rows for valid rows. Their flag is not set to the number of a call (``announce``).
+* No rank takes the copied rows for valid rows. Their flag gets a number for which no rank waits (``announce``).
 * A slow peer may still be in the previous call and read the copied rows. Then its results become NaN:
 
-  1. The kernel that waits for credits sets every rank's abort word before it ends. So the words are set before the next
-     copy starts.
+  1. If the wait for credits ends without a credit, the waiting kernel sets every rank's abort word before it ends. So
+     the words are set before the next copy starts.
   2. After its last read of the workspace, the peer's call looks at its abort word. If the word is set, the call sets
      its results to NaN (``kernels.transfer.spoil``).
 
-  This is the order of a sequence lock: the writer announces, then writes; the reader reads, then looks. Sums for other
-  ranks are signalled only after such a look.
+  This is the order of a sequence lock: the writer announces, then writes; the reader reads, then looks. A rank also
+  looks before it signals sums to other ranks.
 * A later call does not start, because its host checks first (``FaultRecord.check``).
 
 A kernel looks at the abort word, so CUDA graphs are safe, too.
 
 What is sent may also depend on waits after the wait for credits (``guarded``). Then ``announce`` writes the word again
-after these waits. If one of them timed out, it writes a number that no rank waits for.
+after these waits. If one of these waits timed out, ``announce`` writes a number for which no rank waits.
 
 Turns. While the ranks are in step, no two of them send to the same rank. If two ranks do, each gets half a link. So a
 late rank becomes later and disturbs the next rank, too. In the end, each rank sends as if it chose its receivers at

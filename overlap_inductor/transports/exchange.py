@@ -98,8 +98,8 @@ class Exchange:
 
     def _start(self, index: int, *, receives: bool, sends: bool = False, piece: torch.Tensor | None = None) -> None:
         moves, started = self._moves(index), self.hops.setdefault(index, [])
-        # Hops of two exchanges may interleave. The sequence number in the tag keeps their messages apart. It is equal
-        # on all ranks, because the graph chains the ops of a group.
+        # Hops of two exchanges may interleave. The sequence number in the tag keeps their messages apart. The number is
+        # equal on all ranks, because the graph chains the ops of a group.
         tag = (
             _TAG_BASE
             + self.sequence % _EXCHANGES_IN_FLIGHT * _HOPS_PER_EXCHANGE

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches: a hit gives the report, counters, dump and strict errors of a compile. A change that matters is a miss.
 
-Most tests use one process, because a hit loads the same files there. One test uses two processes.
+Most tests use one process, because a hit loads the same files in one process as in a second. One test uses two.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def test_a_gradient_runs_under_a_gather_that_is_no_site() -> None:
 
 
 def test_an_op_that_waits_itself_is_left_alone() -> None:
-    """DTensor changes the sharded dim with one op that waits itself. So no matmul can run under its transfer."""
+    """DTensor changes the sharded dim with one op that also waits for its transfer. So no matmul can run under it."""
     with fake_group(2) as group:
         made = HandGraph()
         dw = made.mm(made.input(64, 8, name="dy"), made.input(*SMALL, name="features"))

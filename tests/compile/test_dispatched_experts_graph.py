@@ -93,7 +93,7 @@ def _held(report: OverlapReport) -> list[str]:
 
 @pytest.mark.usefixtures("alone")
 def test_order_in_the_generated_code() -> None:
-    """The shared expert's first matmul runs while the results return. Its second is an ``addmm`` that adds the
+    """The shared expert's first matmul runs while the results return. Its second matmul is an ``addmm`` that adds the
     results."""
     layer = DispatchedExperts(0, 2, shared=True)
 
@@ -120,8 +120,8 @@ class _Recorded:
 
 
 def test_order_in_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank sends all pieces before it computes its own rows. Then it awaits, computes and returns each piece to its
-    sender."""
+    """The rank sends all pieces before it computes its own rows. Then it waits for each piece, computes it and returns
+    the results to the sender."""
     events: list[str] = []
     names = iter(["send", "return"])
     monkeypatch.setattr(ops.exchanges, "open_uneven", lambda *given: _Recorded(next(names), events, 2))

@@ -114,7 +114,8 @@ def test_tables_are_sent_while_others_are_looked_up() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_rows_are_looked_up_for_one_rank_after_the_other() -> None:
-    """One kernel for each piece, and no copy before the exchange. The rank's own rows are looked up last."""
+    """One kernel computes each piece, and nothing is copied before the exchange. The rank's own rows are looked up
+    last."""
     with fake_group(3):
         forward, _ = _trained_code("embedding", 2, sub_chunks=1)
     assert forward[: forward.index("wait") + 1] == ["start", *["pointwise", "send"] * 4, "pointwise", "wait"]

@@ -108,7 +108,7 @@ MISSES: dict[str, tuple[Callable[..., object], str, str]] = {
 @pytest.mark.parametrize("name", MISSES)
 @pytest.mark.usefixtures("two")
 def test_a_near_miss(name: str) -> None:
-    """A graph stays as written if a token's results need rows of other tokens."""
+    """The graph stays as written. The near miss names the grouped matmul, or the other reader of its rows."""
     function, code, named = MISSES[name]
     x, w = torch.randn(32, 16).bfloat16(), torch.randn(4, 16, 16).bfloat16()
     report = report_of(function, x, w, torch.tensor([8, 8, 20, 32]).int(), torch.arange(32).flip(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pointwise ops after fused sites: which become an epilogue. An epilogue has no kernel of its own."""
+"""Pointwise ops after fused sites. Some become an epilogue, and then need no kernel of their own."""
 
 from __future__ import annotations
 

@@ -90,10 +90,21 @@ def test_chunks_are_read_in_place() -> None:
     assert events(lines).count("pointwise") == 1
 
 
+def test_a_view_of_a_computed_tensor_is_cut_in_place() -> None:
+    """All pieces read one tensor. Each piece once had a copy of all rows."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(torch.relu(x).view(128, 32) @ w, "sum", 0, world())
+
+    lines = lines_of(program, (1, 128, 32), (32, 24))
+    assert events(lines).count("mm") == WORLD_SIZE
+    assert len(re.findall(r"empty_strided_cpu\(\((?:1, )?128, 32\)", "\n".join(lines))) == 1
+
+
 @pytest.mark.parametrize("reduces", [False, True], ids=["gather", "reduction"])
 def test_a_kept_collective_stays_behind_the_steps(reduces: bool) -> None:
-    """All ranks must call the steps and the kept collective in one order, which an edge keeps. The edge must not begin
-    at a result that no node reads: Inductor removes such a result with its edges."""
+    """All ranks must call the steps and the kept collective in one order. An edge of the graph keeps this order. The
+    edge must not begin at a result that no node reads: Inductor removes such a result with its edges."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = reduce_scatter(x @ w, "sum", 0, world()) if reduces else all_gather(x, 0, world()) @ w

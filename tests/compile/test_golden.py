@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the report and the graphs of every spelling and structure with golden files, and between ranks.
 
-The golden files are for one torch version. They hold graphs for 2 ranks, and for spellings A and G at every size. For
-other sizes, they hold reports only. On every torch version, the first and the last rank must have one text.
+The golden files are for one torch version. A file holds the reports for each number of ranks, and the graphs for 2
+ranks. The files of spellings A and G hold the graphs for each number of ranks. On every torch version, the first and
+the last rank must have one text.
 
 ``make test`` makes the texts for 2 and 8 ranks, and those of spellings A and G for every size. ``make test-thorough``
 makes the others.
@@ -36,7 +37,7 @@ from tests.support.structures import STRUCTURES
 TORCH = "2.13"
 ENDS = {2: (0, 1), 8: (0, 7)}
 """``{number of ranks: its first and last rank}``. A golden file is only written if the texts of these ranks are equal.
-So ``make test`` compares only two texts: of the first of 2 ranks, and of the last of 8."""
+So ``make test`` compares one text for each number: that of the first of 2 ranks, and that of the last of 8."""
 MIDDLES = {3: (1,), 64: (40,)}
 """``{number of ranks: one rank in the middle}``. Its text is only compared with the golden file."""
 OF_SITES = {**SPELLINGS, **exchange_spellings.SPELLINGS}
@@ -108,7 +109,7 @@ def check_sizes(name: str, sizes: dict[int, tuple[int, ...]], every_rank: bool =
         pytest.skip(f"torch {broken} fails to trace it for backend eager, too")
     pinned, accepted = torch.__version__.startswith(TORCH), os.environ.get("EXPECTTEST_ACCEPT")
     sections = []
-    # A file is written whole.
+    # A golden file is written for all numbers of ranks at once.
     for world_size, ranks in sorted({**ENDS, **MIDDLES}.items() if accepted else sizes.items()):
         whole = world_size == 2 or name in WHOLE
         one = pinned and not accepted and not every_rank

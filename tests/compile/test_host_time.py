@@ -32,7 +32,7 @@ def four_gpus(reachable: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def through(graph: HandGraph, x: fx.Node, number: int) -> fx.Node:
-    """Two matmuls and an all-reduce in each of ``number`` layers."""
+    """Add ``number`` layers to ``graph``, each with two matmuls and an all-reduce. Returns the last result."""
     for _ in range(number):
         up = graph.input(8192, 3584, name=f"up_{x.name}", dtype=BF16)
         down = graph.input(3584, 8192, name=f"down_{x.name}", dtype=BF16)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor's partitions for CUDA graphs: their arguments, and that no CUDA graph captures a part of a transfer. CPU
-kernels take the place of GPU kernels."""
+"""Inductor's partitions for CUDA graphs. Partitions must take tensors and numbers only, and no CUDA graph may capture
+only a part of a transfer. CPU kernels take the place of GPU kernels."""
 
 from __future__ import annotations
 
@@ -210,8 +210,8 @@ def test_every_write_belongs_to_the_transfer_of_its_buffer(
     writes: set[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``exchange_keep`` takes the buffer first, the other ops take it second. An op that counts as part of another
-    transfer would make that transfer seem cut."""
+    """``exchange_keep`` takes the buffer as its first argument, the other ops as their second. An op that counts as
+    part of another transfer would make that transfer seem cut."""
     transfers: dict[str, set[str]] = {}
     cut = partitions.cut
 

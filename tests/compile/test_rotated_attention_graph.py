@@ -134,7 +134,8 @@ def test_keys_and_values_apart_are_one_site() -> None:
 
 
 def test_ranks_with_different_graphs_write_the_same_plan() -> None:
-    """Without load balance, ranks of a causal ring skip hidden blocks, so they find different numbers of sites.
+    """Without load balance, ranks of a causal ring skip blocks that the mask hides. So they find different numbers of
+    sites.
 
     Rank 0 has only a causal block. The other ranks also have whole blocks. At the rates ``SLOW_MATMULS``, an early
     start pays only beside a whole block. With ``auto``, all ranks must still choose alike.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the sequence-parallel rewrite runs. With ``auto``, its estimates decide; ``on`` forces it; ``off`` turns it off.
-Mode ``report`` only describes it. A failed rewrite leaves the graph as written."""
+"""The choice of the sequence-parallel rewrite. With ``auto``, estimates decide whether the rewrite runs. ``on`` forces
+it, and ``off`` turns it off. Mode ``report`` only describes it. A failed rewrite leaves the graph as written."""
 
 from __future__ import annotations
 

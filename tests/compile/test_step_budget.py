@@ -62,7 +62,7 @@ def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> N
     assert added <= BUDGET + OP_NODES * 2 * layers
     chosen = unrolled(report)
     assert any(chosen) == (world_size < 1024) and not all(chosen)
-    # After a gather that does not fit, no later gather is unrolled. The rest may still suffice for a scatter.
+    # After a gather that does not fit, no later gather is unrolled. A scatter may still fit the rest of the budget.
     gathers = chosen[::2]
     assert gathers == sorted(gathers, reverse=True)
     assert report.after.count("overlap_inductor.all_gather_matmul.default(") == gathers.count(False)
@@ -140,8 +140,8 @@ def test_ranks_unroll_the_same_sites() -> None:
 
 
 def with_pointwise_ops(count: int, loopable: bool, budget: int) -> OverlapReport:
-    """A graph with ``count`` pointwise ops after its matmul. With ``loopable``, a looping op can compute these ops.
-    Otherwise they stand before a scatter, and no looping op can compute them."""
+    """The report of a graph with ``count`` pointwise ops after its matmul. With ``loopable``, a looping op can compute
+    these ops. Otherwise they stand before a scatter, and no looping op can compute them."""
     with fake_group(4):
         made = HandGraph()
         x, w = made.input(4 if loopable else 16, 16), made.input(16, 8, name="w")
@@ -202,8 +202,8 @@ def test_dgrad_and_wgrad_in_one_looping_op() -> None:
 
 
 def test_a_dynamic_token_count_can_be_compared_if_tokens_are_contracted() -> None:
-    """The op compares a shard's rows with the token count from which overlap pays. In a wgrad, these rows are tokens.
-    Gathered columns that are contracted are not tokens, so the site is kept."""
+    """The op compares the number of gathered rows with the token count from which overlap pays. In a wgrad, these rows
+    are tokens. Gathered columns that are contracted are not tokens, so the site is kept."""
     with fake_group(2):
         for transposed, status in ((True, "overlapped"), (False, "kept")):
             made = HandGraph()

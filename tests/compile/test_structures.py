@@ -273,8 +273,8 @@ def test_operand_behind_another_collective() -> None:
 
 
 def test_an_op_that_sinks_with_a_gather_and_is_read_elsewhere() -> None:
-    """A gather moves down to its matmuls. An op between them is also read elsewhere. It must move down too, because it
-    reads the buffer of the steps."""
+    """A gather moves down to its matmuls. An op between gather and matmuls is also read elsewhere. The op must move
+    down too, because it reads the buffer of the steps."""
     with fake_group(2):
         made = HandGraph()
         gradient = made.call(aten.relu.default, made.gather(made.input(4, 16, name="g")))

@@ -3,8 +3,8 @@
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_attention --bench
 
-Each rank has a GPU. ``--bench`` also times the sites with and without overlap. Prints one line for each case. The exit
-status is 1 in these cases:
+Each rank has its own GPU. ``--bench`` also times one layer with and without overlap. Prints one line for each case. The
+exit status is 1 in these cases:
 
 - an output differs from fp64;
 - a site is not overlapped;

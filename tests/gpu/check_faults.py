@@ -51,7 +51,7 @@ class Expected:
         told: regular expression for rank 0's error. ``None`` if rank 0 must get no error.
         after: seconds until the error comes, or until the scenario ends.
         logged: whether rank 0's error is in its log. Otherwise it is in the file that rank 0 writes.
-        probed: each GPU must be free for a new process afterwards.
+        probed: whether each GPU must be free for a new process afterwards.
         others_told: regular expression for the errors of all ranks but rank 0. ``None`` if they are not checked.
     """
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--only stress graphs]
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused --only epilogues kernels "epilogue us" "weights us"
 
-Each check prints one JSON row. Schedule ``chunked`` has one more check, ``fp8``: it compares patterns with
+Each check prints one JSON row. Schedule ``chunked`` has one more check, ``fp8``: it compares sites whose matmul is
 ``_scaled_mm`` with fp64 matmuls of the dequantised operands.
 """
 
@@ -54,7 +54,7 @@ MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
 
 def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
     """Compile ``function`` in mode ``strict`` with ``schedule`` forced. A call raises ``StrictError`` if a site cannot
-    use the schedule. The new code object keeps the function out of other functions' entries in Dynamo's cache."""
+    use the schedule. A new code object calls the function, so that it shares no entry of Dynamo's cache with others."""
     namespace = {"function": function}
     exec("def overlapped(*args): return function(*args)", namespace)
     made = torch.compile(namespace["overlapped"], dynamic=False, **keywords)
@@ -81,8 +81,8 @@ def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
 
 
 def fp8(schedule: str, rank: int, world_size: int, calls: int, count: int) -> list[str]:
-    """Compare all fp8 patterns with fp64. Then stress and replay three of them, with bitwise equal results. Returns the
-    problems."""
+    """Compare all fp8 patterns with fp64. Then stress and replay three of them. Each of the three must give bitwise
+    equal results. Returns the problems."""
     sites = scaled_sites.cases(world_size, FACTOR)
     problems = against_fp64(schedule, rank, sites, scaled_sites.made)
     torch._dynamo.reset()

@@ -362,8 +362,8 @@ class Litmus:
         read_rounds[(BLOCKS,)](*arguments, way, ROWS, COLUMNS, num_warps=4)
 
     def run(self, writer: str, reader: str, rounds: int) -> dict[str, Any]:
-        # Load every kernel before any kernel waits: its first launch loads a kernel, and loading waits for an idle
-        # device.
+        # The first launch of a kernel loads it, and loading waits for an idle device. So every kernel is launched once
+        # before any kernel waits.
         for amount in (0, rounds):
             dist.barrier()
             torch.cuda.synchronize()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the order of calls on GPUs. Prints one JSON row for each scenario.
+"""Checks the order of calls on GPUs. Prints one JSON row for each scenario and schedule.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_order [--rounds 30] [--ranks-share-gpus]
 

@@ -3,8 +3,8 @@
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_ring
 
-Each rank has a GPU. ``--bench`` also times shapes of llama3-70b with and without overlap. Compiling takes nearly all of
-the time. Four runs at once, each with a quarter of the cases, take about a third of the time. ::
+Each rank has its own GPU. ``--bench`` also times shapes of llama3-70b with and without overlap. Compiling takes nearly
+all of the time. Four runs at once, each with a quarter of the cases, take about a third of the time. ::
 
     for i in 0 1 2 3; do torchrun --standalone --nproc-per-node 8 -m tests.gpu.check_ring --share $i/4 & done; wait
 """

@@ -12,8 +12,8 @@ The model has three blocks and three variants:
 
 Two inputs take turns. If a schedule sums in a fixed order, equal inputs must give equal bits. Before one step, the
 program returns cached memory to the GPU, so later tensors may get other addresses. Before another step, it runs a step
-of another model. Each rank has a GPU. Prints one JSON row per variant, mode and schedule, also without overlap. The
-exit status is 1 if a row is not right.
+of another model. Each rank has its own GPU. Prints one JSON row per variant, mode and schedule, and per variant and
+mode one row without overlap. The exit status is 1 if a row is not right.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ TIMEOUT_SECONDS = 6.0
 GRACE_SECONDS = 3.0
 PATIENT_SECONDS = 60.0
 CALLS = 3
-"""The number of calls before the fault, with the call that makes the site. All ranks take part in these calls."""
+"""The number of calls before the fault, including the call that makes the site. All ranks take part in these calls."""
 SHAPE = Shape(tokens=384, few=48, inner=1024, columns=512)
 """The token counts are multiples of 2, 3, 4, 6 and 8."""
 NAME = "faulty"
@@ -224,7 +224,7 @@ class Rank:
             torch.cuda.synchronize()
 
     def ended(self) -> None:
-        """After a call without its peer, destroy the groups and end. Every process must end with exit status 1."""
+        """After a call without the last rank, destroy the groups and end. Every process must end with exit status 1."""
         self.site.calls(CALLS - 1)
         if not self.fails:
             self.site.call()

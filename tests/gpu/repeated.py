@@ -38,10 +38,10 @@ def drawn_calls(
     streams: Sequence[torch.cuda.Stream] = (),
     before: Callable[[int], None] = lambda i: None,
 ) -> dict[str, int]:
-    """Call sites in one random order on all ranks, with other delays on each rank. Returns the number of wrong results
-    by name.
+    """Call sites in one random order on all ranks, with different delays on each rank. Returns the number of wrong
+    results by name.
 
-    The random order makes stale data visible: the call before mostly had other inputs.
+    The random order makes stale data visible: the previous call usually had other inputs.
 
     Args:
         streams: ``streams[i]`` is the stream of ``sites[i]``; default: the current stream for all. Streams do not wait

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scenarios of ``tests.gpu.check_stress``. Each calls one variant many times.
 
-A variant is a schedule, a pattern and a way to run it. A scenario returns the number of wrong results by name. All
+A variant is a schedule, a pattern and a way to run a site. A scenario returns the number of wrong results by name. All
 ranks make the same calls in the same order. Only delays, foreign GPU work and allocations differ between ranks.
 """
 
@@ -103,8 +103,8 @@ class Stress:
 def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
     """The first calls of two sites, while the hosts still load kernels.
 
-    Odd ranks come late. The kernels of even ranks wait for them, while the hosts of even ranks load more kernels. Run
-    this scenario first in a process: later, no kernel is left to load. The kernels must be in the compile cache,
+    Odd ranks come late. The kernels of even ranks wait for odd ranks, while the hosts of even ranks load more kernels.
+    Run this scenario first in a process: later, no kernel is left to load. The kernels must be in the compile cache,
     because compiling takes longer than the delay.
     """
     # Make the workspace and load the kernels that draw inputs now. Otherwise they would synchronise the ranks later.

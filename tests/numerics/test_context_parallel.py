@@ -85,7 +85,8 @@ SIZES = ((2, 4, 2, 5), (1, 2, 1, 16), (1, 1, 1, 1), (2, 2, 2, 2), (1, 2, 2, 16))
 
 
 def _cases(world_size: int) -> list[tuple[str, Any, torch.dtype, tuple[int, int, int, int], str]]:
-    """Each mask is combined with two of the layers. Dtype, sizes and direction change from case to case."""
+    """Each mask has two cases, which differ in the layer and in the ring's direction. Dtype and sizes change from case
+    to case."""
     found = []
     for i, (mask, second) in enumerate(itertools.product(MASKS, (False, True))):
         layer = LAYERS[(i // 2 * 3 + second + world_size) % len(LAYERS)]
@@ -235,8 +236,8 @@ def _gpu_ops(rank: int, world_size: int) -> list[str]:
 
 
 def test_ops_of_gpus() -> None:
-    """Log-sum-exps must be computed on request and read in their layout. Values that an op does not define must not be
-    used."""
+    """The ring must ask the ops for log-sum-exps, and read them in the layout of each op. Values that an op does not
+    define must not be used."""
     assert run_ranks(2, _gpu_ops) == [[]] * 2
 
 

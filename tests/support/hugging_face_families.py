@@ -55,15 +55,15 @@ def families() -> list[str]:
 
 
 def _heads(variant: str, world_size: int) -> dict[str, int]:
-    """The numbers of heads: four for each rank in ``even``, otherwise three. In ``odd``, all heads of a rank share one
-    key-value head. Families without grouped key-value heads run ``odd vocabulary`` instead."""
+    """The numbers of heads. A rank has four heads in ``even``, otherwise three. In ``odd``, all heads of a rank share
+    one key-value head. For families that do not run in ``odd``, ``tools/sweep_models.py`` tries ``odd vocabulary``."""
     heads = {"even": 4, "odd": 3, "odd vocabulary": 3}[variant] * world_size
     return {"num_attention_heads": heads, "num_key_value_heads": world_size if variant == "odd" else heads}
 
 
 def _config(kind: Any, sizes: dict[str, Any]) -> Any:
-    """A configuration of class ``kind`` with the ``sizes`` that it has fields for. They are also set in its
-    configuration of the language model, if there is one."""
+    """A configuration of class ``kind``, with the ``sizes`` for which it has fields. If the language model has a nested
+    configuration, the nested one gets the ``sizes`` for which it has fields itself."""
 
     def known(config: Any) -> dict[str, Any]:
         return {name: value for name, value in sizes.items() if hasattr(config, name)}
@@ -98,8 +98,8 @@ def row_of(
     generated: bool,
     fields: dict[str, Any],
 ) -> dict[str, Any]:
-    """One rank's row of the sweep's table: the logits and, if ``trains``, all gradients, eagerly, compiled without and
-    with overlap. ``fields`` are fields of ``OverlapConfig``."""
+    """One rank's row of the sweep's table (``with_and_without.compared``). The row compares the logits with and without
+    overlap. If ``trains``, it compares all gradients, too. ``fields`` are fields of ``OverlapConfig``."""
 
     def build() -> Callable[[Any], dict[str, torch.Tensor]]:
         model = _load(rank, world_size, family, folder, variant)

@@ -146,7 +146,7 @@ def test_only_the_part_is_replaced() -> None:
 @pytest.mark.parametrize("picture", range(len(PICTURES)))
 def test_drawings_are_possible(picture: int) -> None:
     """In a drawing, work starts after its inputs, and boxes of one lane do not overlap. No part of the matmul is
-    missing. A schedule's drawing ends earlier, or exposes less, than the plain drawing."""
+    missing. A schedule's drawing ends earlier and exposes less than the plain drawing."""
     plain, overlapped = (make() for make in PICTURES[picture])
     for timeline in (plain, overlapped):
         for box in timeline.boxes:

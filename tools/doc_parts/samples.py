@@ -9,7 +9,7 @@ A comment before a code block says what the block is::
                           the block is run in the root of the repository
     <!-- output -->       the block is the standard output of the last block that ran
 
-All blocks of one text share a folder and run in the text's order.
+The run's folder is the same for all blocks of one text. The blocks run in the text's order.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def samples(text: str) -> list[Sample]:
 
 
 def run(found: Iterable[Sample], folder: Path, programs: Path | None = None) -> list[tuple[Sample, str]]:
-    """Run the blocks in ``folder``. Returns each output block with the output of this run. ``programs``: a folder whose
-    ``python`` and ``overlap-inductor`` are used.
+    """Run the blocks in ``folder``, or in the checkout if a block says so. Returns each output block with the output of
+    this run. ``programs``: a folder whose ``python`` and ``overlap-inductor`` are used.
 
     Raises:
-        SampleError: a block failed. The text of the error has the block's output.
+        SampleError: a block failed or ran too long. If it failed, the text of the error has the block's output.
     """
     outputs, last = [], ""
     for sample in found:

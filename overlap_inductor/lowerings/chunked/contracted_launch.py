@@ -119,7 +119,7 @@ def _multiplied_into(
     credits, side = credit_kernel(launch), side_stream(sent.device)
     slices = operand.view(rows, launch.world_size, sent.shape[1])
     with one_call(launch, side):
-        # Before the copies and matmuls, as in ``gather_launch``.
+        # The wait for credits ends before copies and matmuls begin, as in ``gather_launch``.
         credits()
         with side:
             for band in call.bands:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of schedule ``chunked``, measured on 2, 4 and 8 H200s (bench/results/operators.jsonl, handed_out.jsonl)."""
+"""Estimates of schedule ``chunked``, with constants measured on 2, 4 and 8 H200s (bench/results/operators.jsonl,
+handed_out.jsonl)."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ def pays(sizes: SiteSizes, machine: Machine) -> bool:
     - by more than 5 % (25 % in groups larger than those measured, and for contracted dims)
     - by more time than the host or late peers may cost
 
-    A call must take at least as long on the GPU as on the host. A replayed call needs fewer tiles and a smaller gain.
+    A call must have enough tiles, and take at least as long on the GPU as on the host. A replayed call needs fewer
+    tiles and a smaller gain.
     """
     peers, estimate = sizes.world_size - 1, seconds(sizes, machine)
     if sizes.replays:

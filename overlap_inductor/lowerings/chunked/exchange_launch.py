@@ -42,7 +42,7 @@ class _Sent:
     """A prepared call.
 
     Attributes:
-        chunks: as in ``reduce_launch``.
+        chunks: as in ``reduce_launch._Band``.
         own: range of this rank's own slice; ``None`` if a chunk contains it.
         receive: copies the other ranks' slices into the product when they have arrived.
     """
@@ -106,7 +106,7 @@ def _send_into(
             for rows in ranges:
                 multiply(*rows)
             if number == 0:
-                # As in a reduction, after the first matmul.
+                # The wait for credits follows the first matmul, as in a reduction.
                 credits()
             with side:
                 send(product)

@@ -189,8 +189,8 @@ def _gather_into(
         launch.remember(key, call)
     credits, side = credit_kernel(launch), side_stream(source.device)
     with one_call(launch, side):
-        # The wait for credits runs before the matmul. At the same time, it could keep a block of the matmul from
-        # beginning.
+        # The wait for credits ends before the matmul begins. Beside the matmul, the wait could keep a block of the
+        # matmul from beginning.
         credits()
         with side:
             call.send(source)

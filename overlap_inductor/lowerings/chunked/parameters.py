@@ -26,9 +26,9 @@ from overlap_inductor.transports.transport import PeerCopies
 from overlap_inductor.transports.transport import Share
 
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
-"""Copies of pieces of at least this many bytes take turns: in reductions, and in gathers. On 8 H200s, a reduction gains
-nothing at 4 MiB and 12 % at 8 MiB. A gather's first chunk waits for the first copy: it loses 7 % at 8 MiB and gains
-10 % from 16 MiB on."""
+"""Copies of pieces of at least this many bytes take turns. ``TURNS_FROM_GATHERED`` is for ``GATHERS`` (but not for
+contracted dims), ``TURNS_FROM`` for other sites. On 8 H200s, a reduction gains nothing at 4 MiB and 12 % at 8 MiB. A
+gather's first chunk waits for the first copy: it loses 7 % at 8 MiB and gains 10 % from 16 MiB on."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile."""
 Range = tuple[int, int]
@@ -36,8 +36,8 @@ Range = tuple[int, int]
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 """The patterns in which rows are multiplied after they have arrived."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
-"""Bytes for each peer of the smallest band of an all-reduce (with up to 4 ranks; with more ranks, in proportion), and
-the largest number of bands. On 8 H200s, bands of 16 MiB were the fastest."""
+"""At most ``MOST_BANDS`` bands are chosen. In an all-reduce, each of several bands has at least ``BAND_BYTES`` bytes
+for each peer. With W > 4 ranks, this limit is W / 4 times as large. On 8 H200s, bands of 16 MiB were the fastest."""
 CONTRACTED = 8
 """A slice of a contracted dim must be a multiple of this many elements, so that rows are whole 16-byte words."""
 
@@ -49,8 +49,8 @@ class ChunkedParameters:
     Attributes:
         sms: SMs of the device.
         transport: name of a ``PeerCopies`` transport, or ``auto``: the fastest for a call's pieces.
-        chunks: chunks of other ranks' rows, of about one size. 0 in a reduction: one matmul computes all rows of a
-            band. ``None``: ``chunked.sizes`` chooses their number and sizes.
+        chunks: number of chunks of other ranks' rows, of about one size. 0: a gather has one chunk; elsewhere, one
+            matmul computes all rows of a band. ``None``: ``chunked.sizes`` chooses their number and sizes.
         sizes: sizes of the chunks in shards, instead of ``chunks``.
         bands: bands of rows in an all-reduce, or in an all-to-all before matmuls that contract the exchanged dim. 0: as
             many as keep a band large enough. Other sites have one band.

@@ -3,8 +3,8 @@
 the current stream, while a transport moves partial sums on the side stream. A replayed call is one CUDA graph
 (``runtime.replay``). Kernels are loaded as ``gather_launch`` says.
 
-Order of rows. The other ranks' rows come first, in rank order from the next rank on, so that they can leave. The own
-shard comes last. (With ``chunks=0``, one matmul multiplies all rows of a band.)
+Order of rows. The other ranks' rows come first, in rank order from the next rank on, so that their transfers begin
+early. The own shard comes last. (With ``chunks=0``, one matmul multiplies all rows of a band.)
 
 With copy engines, W ranks, and C chunks in each of B bands, a call has about this many launches: ``2 * W + 2 * C + 3``
 (scatter), ``B * (4 * W + C + 5)`` (all-reduce).
@@ -60,10 +60,10 @@ class _Band:
         finished: rows of the result that ``add`` writes.
         everyone: rows of the result that belong to the band.
         wait: waits for the peers' partial sums of the own rows.
-        add: ``add(own, finished)`` adds these partial sums to ``own``, rows of the product, and writes ``finished``,
-            rows of the result.
+        add: ``add(own, finished)`` adds the peers' partial sums to ``own``, rows of the product. It writes the sums to
+            ``finished``, rows of the result.
         receive: copies the peers' finished rows into ``everyone`` when they have arrived (all-reduce).
-        hand_round: sends the finished rows to all peers (all-reduce). ``None`` if ``add`` sends them.
+        hand_round: sends the finished rows to all peers (all-reduce). ``None`` if ``add`` sends these rows.
     """
 
     chunks: list[tuple[list[Range], Send]]

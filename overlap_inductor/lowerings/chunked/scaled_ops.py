@@ -37,8 +37,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _scales(a: torch.Tensor, b: torch.Tensor, dtype: str, fast: bool) -> Scales:
-    """The scales in the form that ``_scaled_mm`` takes. It checks the strides of row-wise scales, but Inductor may
-    choose any stride for a dim of size 1. So they get new strides here."""
+    """The scales in the form that ``_scaled_mm`` takes. ``_scaled_mm`` checks the strides of row-wise scales, but
+    Inductor may choose any stride for a dim of size 1. So the scales get new strides here."""
     if a.numel() > 1:
         a, b = a.flatten().contiguous().unsqueeze(1), b.flatten().contiguous().unsqueeze(0)
     return Scales(a, b, _dtype(dtype), fast)

@@ -34,7 +34,8 @@ def transfer_ratio(sent_itemsize: int, operand_itemsize: int, other: int) -> flo
 
 
 LEAST_WAVES = 0.4
-"""A matmul with fewer waves of tiles takes as long as one with this many. So such a shard is too small for a chunk."""
+"""A matmul with fewer waves of tiles takes as long as one with this many. So a shard with such a matmul is too small
+for a chunk."""
 
 
 def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:

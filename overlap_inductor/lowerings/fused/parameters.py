@@ -44,7 +44,7 @@ class FusedParameters:
         unit: neighbouring tiles that are pushed at once (all-reduce).
         slices: slices along K in which a shard is pushed (all-gather). A tile waits for them one by one.
         slices_tiles: with more tiles than this, a shard has fewer slices (``slices_of``). All ranks need the same
-            number of slices, so it is in the plan.
+            number of slices, so this limit is in the plan.
         slices_pushers: blocks that push the slices.
         column_tiles: tiles across the columns of all weights of a gather, equal on all ranks. 0: those of this rank's
             weights.
@@ -204,8 +204,8 @@ def needed(
 
 def in_one_launch(rhs: Sequence[torch.Tensor]) -> list[int]:
     """Indices of the weights that one kernel multiplies a gathered tensor by: the ``MOST_WEIGHTS`` widest weights of
-    one layout (row-major or transposed). It is the layout whose widest weights have more columns in total. A loop over
-    K reads weights of one layout only, because tensor maps of the other layout have another block shape."""
+    one layout (row-major or transposed). The layout is the one whose widest weights have more columns in total. A loop
+    over K reads weights of one layout only, because tensor maps of the other layout have another block shape."""
     alike: dict[bool, list[int]] = {}
     for i, b in enumerate(rhs):
         alike.setdefault(lies_transposed(b), []).append(i)

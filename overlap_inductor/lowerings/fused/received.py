@@ -70,7 +70,7 @@ class Received(NamedTuple):
 Kernel = Callable[[Received], None]
 """Launches the prepared kernel of a call."""
 Prepare = Callable[[Received, Launch, FusedParameters], Kernel]
-"""Prepares a call's kernel. Raises ``UnsupportedError`` if it does not support the operands, or the slot is too
+"""Prepares a call's kernel. Raises ``UnsupportedError`` if the kernel does not support the operands, or the slot is too
 small."""
 
 
@@ -95,7 +95,7 @@ def _start(call: Received, launch: Launch, parameters: FusedParameters, prepare:
         kernel(call)
         return
     _with_copies(call, launch, parameters, kernel)
-    # With ``keep``, ``calls.end`` does this.
+    # After an abort, results become NaN. With ``keep``, ``calls.end`` does this.
     for result in call.results if not call.keep else ():
         spoil_kernel(launch, result)(result)
 

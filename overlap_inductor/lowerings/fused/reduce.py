@@ -112,8 +112,9 @@ def prepare_reduce_scatter(
     average: bool,
     tail: Tail,
 ) -> Callable[..., None]:
-    """Prepare the kernel. The returned function launches it with ``(a, b, out, bias)`` and the extra tensors: ``a
-    [world_size * rows, K]``, ``b [K, N]``, ``out [rows, N]``. Without a bias, pass ``out`` in its place.
+    """Prepare the kernel. The returned function launches the kernel with ``(a, b, out, bias)`` and the extra tensors.
+    The shapes are ``a [world_size * rows, K]``, ``b [K, N]``, ``out [rows, N]``. Without a bias, pass ``out`` in its
+    place.
 
     Raises:
         UnsupportedError: the kernel does not support its operands, or the slot is too small.

@@ -121,8 +121,8 @@ def look_up(
     """The result of the all-to-all, flat: the slice of this rank from all tables of all ranks.
 
     Args:
-        saved: two tensors for each table, to be filled for the backward graph: the bag of each index, and the rows of
-            each bag without the padding index. A tensor without elements is not filled.
+        saved: two tensors for each table, filled for the backward graph: the bag of each index, and each bag's number
+            of rows without the padding index. A tensor without elements is not filled.
 
     Raises:
         UnsupportedError: the kernel does not support a tensor, or the slot is too small.

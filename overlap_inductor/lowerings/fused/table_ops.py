@@ -5,7 +5,7 @@
 With ``saves``, three results of ``_embedding_bag`` for each table follow, for the backward graph:
 
 * the bag of each index
-* the rows of each bag
+* the number of rows of each bag
 * the row of each maximum, not filled because the kernel computes no maximum
 
 If there is no workspace left for the site, the op runs the program's own lookups and the plain all-to-all. All ranks do
@@ -74,7 +74,7 @@ def _saved(
             (i.new_empty(i.shape[0]), i.new_empty(o.shape[0]), i.new_empty(0))
             for i, o in zip(indices, offsets, strict=True)
         ]
-    # On other devices, the shapes depend on the tables. The program's own ops tell them.
+    # On other devices, the shapes depend on the tables. The program's own ops tell the shapes.
     found = _looked_up(tables, indices, offsets, samples, padding, mode, last_offset)
     return [tuple(map(torch.empty_like, results[1:])) for results in found]
 

@@ -83,7 +83,7 @@ def _why_not_table(lookup: LookupNode, dtype: torch.dtype) -> str | None:
 
 
 def _why_not_alike(lookup: LookupNode, first: LookupNode) -> str | None:
-    """Why one kernel cannot look up this table and the first one."""
+    """Why one kernel cannot look up this table and the first one; ``None`` if it can."""
     mine, other = _alike(lookup), _alike(first)
     if mine != other:
         return (

@@ -6,8 +6,10 @@ Matmuls may contract the exchanged dim, as the output projection of Ulysses atte
 ``contracted_`` before the pattern, and the left operand has the slices of all ranks side by side. The slices are not
 multiplied by one vendor matmul each: the sum would be rounded after each slice, or kept in memory in fp32. Instead:
 
-- A Triton kernel adds up the products of the slices in registers (``lowerings.fused.contraction``).
-- A vendor's matmul reads a band of rows of all slices (``lowerings.chunked.contracted_launch``).
+- In schedule ``fused``, a Triton kernel adds up the products of the slices in registers
+  (``lowerings.fused.contraction``).
+- In schedule ``chunked``, a vendor's matmul reads a band of rows of all slices
+  (``lowerings.chunked.contracted_launch``).
 """
 
 from __future__ import annotations

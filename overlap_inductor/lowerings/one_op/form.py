@@ -113,7 +113,7 @@ def served(site: OverlapSite) -> OverlapSite:
 
 
 def loopable(site: OverlapSite, kinds: tuple[str, ...] = PLAIN) -> bool:
-    """Whether one op computes this site and all its matmuls are of ``kinds``."""
+    """Whether all matmuls are of ``kinds`` and one op can compute this site."""
     return all(m.kind in kinds for m in site.matmuls) and form_of(site).loopable(site)
 
 

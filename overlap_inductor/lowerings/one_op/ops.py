@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define ops that run a whole site. Schedules that define their ops here share one schema for each pattern.
 
-Shapes (W ranks, this rank's view): ``shard [m, K]``, ``rhs [K, N]``, ``lhs [W*m, K]``. All ops return the chain's next
-token last. ``settings`` is JSON text of the schedule's parameters.
+Shapes on one of W ranks: ``shard [m, K]``, ``rhs [K, N]``, ``lhs [rows, K]``. A reduce-scatter's ``lhs`` has ``W*m``
+rows; an all-reduce's ``lhs`` may have any number of rows. All ops return the chain's next token last. ``settings`` is
+JSON text of the schedule's parameters.
 
 An op runs the plain collective and matmul in any of these cases:
 
-- The site has no rows, or fewer rows on all ranks together than the parameter ``min_rows``.
+- The site has no rows, or its whole matmul has fewer rows than the parameter ``min_rows``.
 - The site has more rows than its workspace was planned for.
 - The group had no room for the site's workspace.
 

@@ -5,12 +5,12 @@ Limits of such an op:
 
 - The matrices are fp16 or bf16, with rows of whole 16-byte words (K and N are multiples of 8).
 - The rows can be brought into the ranks' order (``lowerings.rows``), and the ranks' parts have equal sizes.
-- A reduction has one matmul. A gather may have several. Those that ``form.served`` does not select read the gathered
-tensor that the op returns.
-- No matmul contracts the dim that is gathered or exchanged.
+- A reduction has one matmul. A gather may have several. Matmuls that ``form.served`` does not select read the gathered
+  tensor that the op returns.
+- No matmul that the op computes contracts the gathered or exchanged dim.
 - Only the token count may be dynamic.
 
-A schedule may have more ops, for fewer limits:
+A schedule may have more ops, each of which lifts a limit:
 
 - ``<schedule>_scaled_<pattern>``: fp8 matmuls with scales (``lowerings.one_op.scaled``).
 - ``<schedule>_sum_<pattern>``: a reduction of a sum of matmuls.
@@ -233,12 +233,13 @@ class OneOpSchedule:
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         """The plan that runs the op from ``min_rows`` tokens on. With a dynamic token count, the op's workspace is
-        planned for ``config.max_tokens`` tokens. Other token counts run ``keep``."""
+        planned for ``config.max_tokens`` tokens. Then fewer than ``min_rows`` tokens, or more than
+        ``config.max_tokens``, run ``keep``."""
         own = served(site)
         settings = self.settings_for(site, config) | ({"min_rows": min_rows} if min_rows else {})
         if config.replay == "off" and self.replays:
             settings["replays"] = False
-        # The op chooses one at each call, by the bytes that move.
+        # With ``auto``, the op chooses a transport at each call, by the bytes that move.
         automatic = self.plan.automatic(site.facts.pattern)
         transport = " or ".join(automatic) if config.transport == "auto" else config.transport
         parameters: dict[str, Any] = {"settings": json.dumps(settings, sort_keys=True)}

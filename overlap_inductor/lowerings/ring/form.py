@@ -74,11 +74,11 @@ class RingForm(Protocol):
     def looping(
         self, emit: StepEmitter, site: OverlapSite, parts: int, route: str, floor: int
     ) -> tuple[fx.Node, Replaced]:
-        """Write the site as one looping op. Below ``floor`` tokens, it runs the plain collective."""
+        """Write the site as one looping op. Below ``floor`` tokens, the op runs the plain collective."""
         ...
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """``ExchangeTerms.cut``."""
+        """The value of ``ExchangeTerms.cut``."""
         ...
 
 

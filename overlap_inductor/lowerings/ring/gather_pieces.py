@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the matmuls that read a gathered tensor, and their epilogue, for one piece of the tensor at a time.
 
-Contract: this rank's own shard comes first, as a whole. The other pieces may come in any order. For the shard of rank
-``r + shift``, or a part of it::
+Contract: this rank's own shard comes first, as a whole or (``unrolled_bands``) in sub-chunks. The other pieces may come
+in any order. For the shard of rank ``r + shift``, or a part of it::
 
     operand = f(piece)                       # the nodes between the collective and the matmul
     y[r + shift][part] = operand @ w         # B, M or N gathered: ``assemble`` joins the pieces of y

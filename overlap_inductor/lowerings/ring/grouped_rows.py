@@ -110,8 +110,8 @@ class GroupedRows:
         return tools.shape(self.matmul.index.args[0])[0]
 
     def _computed_once(self, node: fx.Node) -> fx.Node:
-        """``node``. A vector or one column (for example the router's softmax) is written to memory once. Otherwise each
-        piece might compute all of it again."""
+        """``node``. A vector or one column (for example the router's softmax) is written to memory once. Without this
+        copy, each piece might compute all of it again."""
         shape = tools.shape(node)
         if len(shape) > 1 and not same_size(shape[1], 1):
             return node
@@ -133,7 +133,7 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
-    """The places of a grouped matmul's rows, in the shape of the leading dims of its result. None is negative."""
+    """The places of a grouped matmul's rows, in the shape of the leading dims of its result. No place is negative."""
     places = matmul.places
     if not matmul.counts_from_zero:
         rows = tools.shape(matmul.index.args[0])[0]
@@ -144,8 +144,8 @@ def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
 
 
 def _with_rows(matmul: GroupedMatmul) -> fx.Node:
-    """A tensor with one entry for each row, which the steps read but do not compute. If the size of a step were read,
-    the step would stay in the graph and compute all rows."""
+    """A tensor with one entry for each row, which the steps read but do not compute. If the size of a step's result
+    were read, the step would stay in the graph and compute all rows."""
     steps, last = matmul.steps, matmul.index.args[0]
     for node in steps:
         if is_gather(node):

@@ -6,7 +6,7 @@ and return, piece by piece::
     experts(own rows)
     for each hop: wait for it; experts(its rows); start the hop of the second exchange that returns them
 
-The op returns while the last pieces are under way. Step ``exchange_wait`` waits for them.
+The op returns while the last pieces are under way. The op ``exchange_wait`` waits for these pieces.
 
 In the experts' order, row i is the arrived row ``index[i]``, and the rows of expert e end at ``ends[e]``. The GPU finds
 where each expert's rows end in a piece, so the host reads no row counts::

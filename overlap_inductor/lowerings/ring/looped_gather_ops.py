@@ -7,8 +7,8 @@ Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the shard of
     rows:        y[r * p : (r + 1) * p] = s_r @ other                   other [q, n], y [W * p, n]
     contraction: y = sum over r of s_r @ other[r * q : (r + 1) * q]     other [W * q, n], y [p, n]; accumulated in fp32
 
-If the slices are the right operand, the formulas hold for the transposed matmul. So dgrad (rows) and wgrad
-(contraction) of a backward graph can share one ring.
+If the slices are the right operand, the formulas hold for the transposed matmul. Dgrad (rows) and wgrad (contraction)
+of a backward graph can share one ring.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def multiply_arrivals(
     for step, distances in enumerate(routes.distances(route, world_size)):
         for part in range(parts):
             hop = step * parts + part
-            # Without an exchange, results are zeros or the bias.
+            # Without an exchange, the shards have no elements. Then results are empty, zeros or the bias.
             if exchange is not None:
                 exchange.wait(hop)
                 if hop + parts < exchange.hop_count:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes matmuls and the collective after them (reduce-scatter, all-reduce or all-gather) as one looping op.
+"""Write matmuls and the collective after them (reduce-scatter, all-reduce or all-gather) as one looping op.
 
-Unlike ops of other schedules (``one_op.reduce_rows``), looping ops can add a bias of the result's shape. They can
-reduce in another dtype than the matmuls'. They compute no fp8 matmuls.
+Unlike ops of other schedules (``one_op.reduce_rows``), looping ops can add a bias of the result's shape. Looping ops
+can also reduce in another dtype than the matmuls'. They compute no fp8 matmuls.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The looping ops of reductions and of gathered outputs: one op per site, which runs the ring in a loop.
 
-A looping op keeps a graph small (80 layers, 1024 ranks), but Inductor cannot fuse other ops into its matmuls. Below
-``min_rows`` tokens, the op runs the plain collective and matmul. All ranks have the same token count, so all make the
-same choice.
+A looping op keeps a graph small (for example with 80 layers and 1024 ranks), but Inductor cannot fuse other ops into
+its matmuls. Below ``min_rows`` tokens, the op runs the plain collective and matmul. All ranks have the same token
+count, so all make the same choice.
 
 Shapes (W ranks, this rank's view): ``rhs [K, N]``; ``lhs [W*m, K]`` for a reduction and ``[m, K]`` for a gathered
 output. ``lhs`` of an all-reduce may have up to W - 1 rows more. A bias is ``[N]`` or has the shape of ``lhs @ rhs``.

@@ -13,8 +13,8 @@ A gather in the graph (W ranks, S sub-chunks; token ``chain`` orders the ops of 
 
 - Order: the op that waits for a hop *mutates* the buffer. Inductor moves no read of a buffer past a write to the
   buffer. This fixes the order start, matmul, step, matmul.
-- Lifetime: each step has the buffer as an argument, so it lives until the last hop has ended. A reduction also sends
-  other pieces. They are arguments of the op that waits for their hops.
+- Lifetime: each step has the buffer as an argument, so the buffer lives until the last hop has ended. A reduction sends
+  pieces that are not in the buffer. These pieces are arguments of the op that waits for their hops.
 - Ranks: ``take`` and ``assemble`` compute slots from the rank at run time. So the graph's text is the same on all
   ranks.
 """
@@ -98,8 +98,8 @@ def _token_fake(chain: torch.Tensor, *args: object) -> torch.Tensor:
     return chain.new_empty(1)
 
 
-# ``computed`` only adds dependencies: the step runs after the ops that compute these tensors. Without it, Inductor
-# fuses the epilogues of all pieces into one kernel after the last hop.
+# ``computed`` only adds dependencies: the step runs after the ops that compute these tensors. Without ``computed``,
+# Inductor fuses the epilogues of all pieces into one kernel after the last hop.
 define(
     "gather_step(Tensor(a!) chain, Tensor(b!) gathered, SymInt[] bounds, int hop, str route, str group_name, str site, "
     "Tensor[]? computed=None) -> Tensor",
@@ -213,8 +213,8 @@ def _reduce_tail(
     return chain.new_empty(1)
 
 
-# All-reduces ``tail`` into ``buffer`` from element ``offset`` on. ``tail``: the last rows, which are too few (less than
-# W) for equal shards.
+# All-reduces ``tail`` into ``buffer`` from element ``offset`` on. ``tail``: the last rows, fewer than W, which cannot
+# be cut into equal shards.
 define(
     "reduce_tail(Tensor(a!) chain, Tensor(b!) buffer, Tensor tail, SymInt offset, str reduce_op, str group_name, str"
     " site) -> Tensor",
@@ -270,8 +270,8 @@ def _take_fake(
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
-# Returns ``length`` rows of the shard of rank ``r + shift``, from row ``start`` on. A shard has ``chunk`` rows of
-# ``dim``.
+# Returns ``length`` indices of ``dim`` in the shard of rank ``r + shift``, from ``start`` on. A shard has ``chunk``
+# indices of ``dim``.
 define(
     "take(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt length, str group_name) -> Tensor",
     _take,
@@ -291,8 +291,8 @@ def _rows_below(
     return out
 
 
-# ``x``: rows ``start, start + 1 ...`` of the shard of rank ``r + shift``. A shard has ``chunk`` rows of ``dim``. Zeros
-# rows whose index in the gathered tensor is ``size`` or larger.
+# ``x``: indices ``start, start + 1 ...`` of ``dim`` in the shard of rank ``r + shift``, which has ``chunk`` indices of
+# ``dim``. Returns ``x`` with zeros where the index in the gathered tensor is ``size`` or larger.
 define(
     "rows_below(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt size, str group_name) -> Tensor",
     _rows_below,

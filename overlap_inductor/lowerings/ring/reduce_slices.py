@@ -3,7 +3,7 @@
 
     t = add(mm(x, w), mm(y, v))        ->        slice i: add(mm(x[i], w), mm(y[i], v))
 
-A slice is that of one rank, a part of it, or some rows.
+A slice is one rank's slice, a part of a rank's slice, or some rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
 
 Cuts = dict[int, matmuls.Slicer]
-"""The function that cuts each cut dim: a dim of the matmuls' result or, with a ``Region``, of ``Region.layout``."""
+"""For each dim that is cut, the function that cuts it. Dims are those of the matmuls' result or, with a ``Region``, of
+``Region.layout``."""
 
 
 class Slices:

@@ -40,7 +40,8 @@ from overlap_inductor.transports.transport import Exchanges
 
 
 class RingSchedule:
-    """See ``SiteSchedule``. A ring computes every legal site whose group the transport can serve, except:
+    """See ``SiteSchedule``. A ring computes every legal site of its patterns whose group the transport can serve,
+    except:
 
     - int8 matmuls on a GPU whose pieces ``torch._int_mm`` may be unable to multiply;
     - sites that ``fit_budget`` refuses.

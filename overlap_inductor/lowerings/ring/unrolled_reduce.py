@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``matmul(s) -> reduce-scatter | all-reduce | all-gather of the output`` as unrolled steps of a ring.
 
-Slices of the collective's input are computed in the order in which they are sent, this rank's own slice last. Its
-matmul can hide the last transfer. Below, ``r`` is the rank.
+Slices of the collective's input are computed in the order in which they are sent, this rank's own slice last. The
+matmul of the own slice can hide the last transfer. Below, ``r`` is the rank.
 
 Reduce-scatter, route ``owner`` (CommFuse Fig. 8b). Numerics ``preserve``: each partial sum travels once in the
 collective's dtype and is added once, in at least fp32::
@@ -16,11 +16,11 @@ each hop, so numerics ``allow_hop_rounding`` is needed::
     for i in 0 .. W-1: add slice(r - 1 - i) to its accumulator; if i < W-1: send the accumulator to rank r + 1
 
 All-reduce: the rows of a shard are cut into S bands. Band b is reduce-scattered on route ``owner`` under the matmuls of
-band b + 1. Its sum is broadcast under those of band b + 2. If W does not divide the rows, one small collective reduces
-the rest.
+band b + 1. The sum of band b is broadcast under the matmuls of band b + 2. If W does not divide the rows, one small
+collective reduces the rest.
 
-All-gather of an output: this rank's rows are cut into S bands. A band is sent to all ranks while the next is
-multiplied.
+All-gather of an output: this rank's rows are cut into S bands. A band is sent to all ranks while the next band
+is multiplied.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def summed(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, dtype: torch.dtype) -> fx.Node:
-    """``own + received.sum(0)``, divided by the world size for ``avg``, in ``_wide(dtype)``. Rounded once to ``dtype``,
-    the collective's dtype."""
+    """``own + received.sum(0)``, divided by the world size for ``avg``, in ``_wide(dtype)``. The result is rounded once
+    to ``dtype``, the collective's dtype."""
     wide = _wide(dtype)
 
     def widen(x: fx.Node) -> fx.Node:

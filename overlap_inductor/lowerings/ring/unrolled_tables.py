@@ -10,7 +10,7 @@ The results of one group of tables travel while the next group is looked up::
     ...                                                                     # what the program computes before it waits
     wait; out = received
 
-With ``PooledNodes.by_rank`` (only plain embeddings), one rank's slice is looked up after the other::
+With ``PooledNodes.by_rank`` (only plain embeddings), the ranks' slices are looked up one after the other::
 
     for i in 1 .. W-1, group: p = lookups of the group for slice r + i; send p to rank r + i
     received[r] = all lookups for slice r
@@ -139,7 +139,7 @@ def _looked_up(emit: StepEmitter, nodes: PooledNodes, tables: range, shift: int,
 
 def _by_rank(emit: StepEmitter, nodes: PooledNodes, parts: list[fx.Node]) -> Callable[[int], fx.Node]:
     """A function of ``shift`` that returns the blocks for rank ``r + shift``. ``parts``: each table's results for the
-    whole batch. Blocks of several tables are copied, to be contiguous for each rank."""
+    whole batch. If there are several tables, their blocks are copied, so that each rank's blocks are contiguous."""
     ranks, size, count = emit.world_size, nodes.block_size, len(parts)
     rows = behind_reshapes(parts[0])
     chunk = tools.shape(rows)[0]
@@ -157,11 +157,11 @@ def _joined(emit: StepEmitter, blocks: list[fx.Node]) -> fx.Node:
 
 
 def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node | None) -> fx.Node:
-    """``nodes.parts[table]``, looked up after ``token``. Without this edge, Inductor may run all lookups before the
-    first send."""
+    """``nodes.parts[table]``, looked up after ``token``. Without the edge from ``token``, Inductor may run all
+    lookups before the first send."""
     lookup, part = nodes.lookups[table], nodes.parts[table]
     # Inductor computes a plain lookup and its pointwise ops in one kernel, whose last node gets the edge. For bags, the
-    # result of the library call gets it.
+    # result of the library call gets the edge.
     node = behind_reshapes(part)
     if lookup.is_tuple:
         node = next(user for user in lookup.node.users if user.target is getitem and user.args[1] == 0)
@@ -191,7 +191,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
     replaced: dict[fx.Node, fx.Node] = {}
     computed: list[fx.Node] = []
     for group, (start, length) in enumerate(exchange.groups):
-        # Waits stand in the order of the groups, so this one precedes the first reader of this or a later group.
+        # Waits stand in the order of the groups, so this wait precedes the first reader of this or a later group.
         later = [node for node, place in places.items() if place >= start]
         first = min((min(node.users, default=node) for node in later), default=emit.graph.output_node())
         with emit.graph.inserting_before(first):

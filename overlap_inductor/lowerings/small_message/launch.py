@@ -36,8 +36,8 @@ def all_reduce(
     average: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum over ranks of ``product [M, N]``, or the mean (``average``). Summed in fp32 and rounded once, to the same
-    bits on all ranks.
+    """The sum over ranks of ``product [M, N]``, or the mean (``average``). The kernel sums in fp32 and rounds once, to
+    the same bits on all ranks.
 
     Args:
         product: fp16 or bf16, contiguous and aligned to 16 bytes.
@@ -139,8 +139,8 @@ def _behind_matmul(
     constant: float,
     start: Callable[[torch.Tensor], None],
 ) -> None:
-    """Run the vendor's matmul, then ``start`` with its product, or replay both. ``start`` also reads or writes
-    ``constant``, ``others`` and ``results``."""
+    """Run the vendor's matmul, then ``start`` with its product, or replay both. ``start`` also reads ``constant``
+    and ``others``, and writes ``results``."""
     # The operands determine everything about the results but their addresses.
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
     # The vendor's library copies only the bias: into the product, before it adds the matmul.

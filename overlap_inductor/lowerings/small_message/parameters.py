@@ -24,7 +24,8 @@ SHORT_ROW = 8192
 MOST_RANKS = 16
 """Largest group: one block waits for the flags of all ranks."""
 BLOCKS = 128
-"""Segments are halved while this needs at most this many blocks (about one for each SM), down to a smallest width."""
+"""Segments are halved, down to a smallest width, if the call then needs at most this many blocks (about one for each
+SM)."""
 
 
 @dataclass(frozen=True, eq=False)

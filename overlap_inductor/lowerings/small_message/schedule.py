@@ -44,7 +44,7 @@ from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports import sm_push
 
 SETTINGS = "{}"
-"""Settings that fix no parameter: the size of each call decides all."""
+"""Settings that fix no parameter: the size of each call decides all parameters."""
 ONE_BY_ONE = '{"replays": false}'
 
 

@@ -9,11 +9,12 @@ Planning. All ranks plan a site together at its first call, with the first rank'
 3. For each of these numbers, partition the matmul's bands (``best_partition``), and time the whole call. Keep the
    fastest.
 
-Sites whose matmuls look alike on the first rank share a plan. Other ranks may have another inner size or bias there,
-because a partition cuts only rows.
+Sites whose matmuls look alike on the first rank share a plan. On another rank, these matmuls may differ in inner size
+or bias, because a partition cuts only rows.
 
-Loading. Loading a module waits for the device, where a kernel may be waiting. So the first call loads every kernel
-before any of them waits. A matmul of another inner size or bias is loaded before any kernel of its call waits.
+Loading. Loading a kernel waits for the device, where another kernel may be waiting for a matmul. So the first call
+loads every kernel before any of them waits. A matmul of another inner size or bias is loaded before any kernel of its
+call waits.
 """
 
 from __future__ import annotations
@@ -92,7 +93,6 @@ class GroupWaves:
         chosen: plans, by the sizes that the first rank multiplies.
         first_ranks: ``{facts that all ranks know of a site: key of the site's plan in chosen}``.
         plans: plans, by site and by the sizes that this rank multiplies there.
-    DELETE
     """
 
     place: GroupWorkspace
@@ -126,10 +126,10 @@ class GroupWaves:
 
 
 def waves_of(group: dist.ProcessGroup, device: torch.device) -> GroupWaves:
-    """What ``group`` shares on ``device``. All ranks of the group make it together, on first use.
+    """What ``group`` shares on ``device``. All ranks of the group make this state together, on first use.
 
     Raises:
-        OverlapError: it would be made while a CUDA graph is captured, or the group was destroyed.
+        OverlapError: the state would be made while a CUDA graph is captured, or the group was destroyed.
     """
     return _WAVES.of(group, device)
 
@@ -335,7 +335,7 @@ class Call:
         return collective_times.of_first_rank(seconds, self.group, self.a.device)
 
     def as_waves(self, free: int, matmul_seconds: float) -> Waves:
-        """The call as the predictor sees it, if its matmul takes ``matmul_seconds`` with ``free`` SMs left free."""
+        """The call as the predictor sees it, if its matmul takes ``matmul_seconds`` and leaves ``free`` SMs free."""
         blocks = self.blocks(free)
         waves = -(-self.bands * self.tiles // blocks)
         row_bytes = self.b.shape[1] * self.a.element_size() * self.shards
@@ -359,7 +359,7 @@ def matmul_reduce_scatter(
     Raises:
         UnsupportedError: the kernel does not support a dtype, size or layout.
         TransferError: an earlier call of the group gave up waiting, or was aborted.
-        OverlapError: see ``Call.plan``.
+        OverlapError: see ``waves_of`` and ``Call.plan``.
     """
     return _checked(a, b, group, parameters, site, bias, average, True)
 

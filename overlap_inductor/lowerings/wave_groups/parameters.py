@@ -82,8 +82,9 @@ def parameters_of(settings: str, blocks: int) -> WaveParameters:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a collective by its bytes. Between two measured ``points``, a straight line on logarithmic scales of
-    bytes and seconds. Below the first point, its seconds. Beyond the last point, its bandwidth."""
+    """Seconds of a collective by its bytes. Between two measured ``points``, the curve is a straight line if both axes
+    are logarithmic. Below the first point, the seconds are those of the first point. Beyond the last point, the
+    bandwidth is that of the last point."""
 
     points: tuple[tuple[float, float], ...]
 

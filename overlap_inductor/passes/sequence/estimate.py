@@ -34,7 +34,7 @@ MARGIN = 1.02
 rewritten."""
 PASSES = 4
 """How many times token-wise work reads or writes a tensor of the all-reduce's size: the residual twice, the
-all-reduce's result and the norm's result once. Inductor fuses the rest."""
+all-reduce's result and the norm's result once each. Inductor fuses the rest."""
 
 
 @dataclass
@@ -114,8 +114,8 @@ def may_pay(stretch: Stretch, factor: float, config: OverlapConfig) -> bool:
 
 
 def pays(written: Cost, rewritten: Cost) -> bool:
-    """Whether the rewrite is estimated to pay. If no gather is overlapped, it moves as many bytes with more
-    collectives."""
+    """Whether the rewrite is estimated to pay. If no gather is overlapped, the rewrite does not pay: it moves
+    as many bytes with more collectives."""
     if not rewritten.hidden_gathers:
         return False
     matmuls = max(written.matmuls, rewritten.matmuls)

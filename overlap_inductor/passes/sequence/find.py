@@ -64,7 +64,7 @@ class Stretch:
         reads: each tensor that a node on rows reads and that is not held as rows, with the graph's inputs from which it
             is computed. The inputs must be the same on all ranks (``same_values``).
         needs_whole: for each node whose rows are gathered, the users that need all rows, each with its reason.
-        readers: the users in ``needs_whole`` before ``gather_less``.
+        readers: the users that ``needs_whole`` names before ``gather_less`` changes it.
         whole_too: nodes that are computed with all rows, because gathering their inputs moves no more bytes. Those in
             ``rows`` also run on rows.
     """
@@ -237,7 +237,7 @@ def gather_less(stretch: Stretch) -> None:
             continue
         inputs = [i for i in node.all_input_nodes if i in members]
         if not all(map(tools.is_tensor, inputs)):
-            # An op with several results would have to compute them all.
+            # ``node`` is one of several results of an op, which would have to compute all of them with all rows.
             continue
         new = [i for i in inputs if i not in stretch.needs_whole]
         less = sum(map(_bytes, new)) - _bytes(node)

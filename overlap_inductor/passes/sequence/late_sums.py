@@ -6,8 +6,8 @@ A graph has many small gradients of norms' weights. One all-reduce for each woul
     dw0 = all_reduce(part0); ...; dw64 = all_reduce(part64)
     ->  s = wait_tensor(all_reduce(cat(part0, ..., part64))); dw0 = s[:8192]; ...       # in front of the output
 
-Each group, dtype and device has one all-reduce in the forward and one in the backward. Nodes that are computed from a
-sum (a view, a cast) move after it.
+Each group, dtype and device has at most one such all-reduce in the forward, and one in the backward. Nodes that are
+computed from a sum (a view, a cast) move behind the all-reduce.
 """
 
 from __future__ import annotations

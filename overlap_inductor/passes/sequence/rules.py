@@ -50,8 +50,8 @@ class Writer(Protocol):
         ...
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        """The rank's rows of ``node``, which is equal on all ranks. Its first ``ahead`` dims are token dims, and are
-        first expanded to ``dims``."""
+        """The rank's rows of ``node``, which is equal on all ranks. Its first ``ahead`` dims are token dims. They are
+        expanded to ``dims`` before the cut."""
         ...
 
     def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
@@ -339,7 +339,8 @@ def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:
 
 
 def same_op(node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-    """Write the elementwise ``node`` for a rank's rows. Other inputs are cut or reshaped to match."""
+    """Write the elementwise ``node`` for a rank's rows. Other inputs that have token dims are cut or
+    reshaped."""
     shape = tools.shape(node)
 
     def operand(source: fx.Node) -> fx.Node:

@@ -2,7 +2,7 @@
 """Decide whether a tensor has the same values on every rank of a group.
 
 An op on rows may read a tensor that is not held as rows. Each rank then reads a part of it, so all ranks must hold the
-same tensor:
+same tensor. The rules are:
 
 - A result of the group's all-reduces and all-gathers is the same on all ranks.
 - A matmul's result may differ, because its weight may be a shard.
@@ -31,8 +31,8 @@ _NAMESPACES = ("aten", "prims", "_c10d_functional", "inductor_prims", "quantized
 
 
 class SameValues:
-    """Finds the graph's inputs on which a tensor depends. ``symbols``: those of sizes that all ranks of the group are
-    known to share."""
+    """Finds the graph's inputs on which a tensor depends. ``symbols``: the symbols of sizes that all ranks of the
+    group are known to share."""
 
     def __init__(self, group_name: str, symbols: Collection[Any] = ()) -> None:
         self.group_name = group_name

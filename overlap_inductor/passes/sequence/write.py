@@ -142,8 +142,8 @@ class RowWriter:
         return self.call(aten.reshape.default, node, [self.size(s) for s in shape])
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        # Two stretches may cut one tensor in different dims: [S, H] is cut as it is for S tokens, and repeated first
-        # for B * S.
+        # Two stretches may cut one tensor in different dims: [S, H] is cut directly for S tokens, but is first
+        # repeated for B * S tokens.
         key = node, tokens.group_name, str((ahead, dims))
         if key not in self._cuts:
             shape = tools.shape(node)
@@ -205,7 +205,7 @@ class RowWriter:
         return self.call(torch.ops.prims.convert_element_type.default, total, dtype)
 
     def _gather(self, node: fx.Node, users: list[fx.Node]) -> None:
-        """Gather the rows of ``node`` before the first of ``users``, which then read all rows."""
+        """Gather the rows of ``node`` before the first of ``users``. All of ``users`` then read all rows."""
         tokens, local = self.held[node].tokens, self._local[node]
         first = min(users)
         with self._in_place_of(node, first):
@@ -222,8 +222,8 @@ class RowWriter:
             elif first < self._gathered[local]:
                 raise RuntimeError(f"{first.name} needs all rows of {node.name} before they are gathered")
             full = self._gathered[local]
-            # If W does not divide T, a view to a shape reads ``full`` directly. A view in between would hide the padded
-            # rows from the finders.
+            # If W does not divide T, users that reshape the rows read ``full`` directly. A view in between would hide
+            # the padded rows from the finders.
             flat = [u for u in users if u.target in _TO_A_SHAPE and not tokens.even]
             whole = self.reshape(full, tools.shape(node)) if len(flat) < len(users) else full
         for user in users:
@@ -234,7 +234,8 @@ class RowWriter:
                 user.replace_input_with(node, full if user in flat else whole)
 
     def _with_strides_of(self, node: fx.Node, whole: fx.Node) -> fx.Node:
-        """``whole`` with the strides of ``node``, a result of the graph on whose strides code may rely."""
+        """``whole`` with the strides of ``node``. ``node`` is a result of the graph, and callers may rely on its
+        strides."""
         wanted = tools.value(node).stride()
         if tools.value(whole).stride() == wanted or not all(isinstance(s, int) for s in (*wanted, *tools.shape(node))):
             return whole

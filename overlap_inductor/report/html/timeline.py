@@ -3,13 +3,13 @@
 
 The steps follow a simple model:
 
-- If a piece does not overlap (``PlanPiece.overlaps``), the transfer runs after the matmul.
-- If a piece has parameter ``route`` (``transports.routes``), it moves in sub-chunks, step by step.
+- If a piece of the plan does not overlap (``PlanPiece.overlaps``), the transfer runs after the matmul.
+- If a piece has parameter ``route`` (``transports.routes``), sub-chunks or bands move one after the other.
 - If a pattern's name starts with ``attention``, attention and transfer start together.
-- In any other piece, matmul and transfer run at the same time. A transfer of the matmul's result ends with or after the
-  matmul. A matmul of the gathered tensor ends with or after the transfer.
+- For any other piece, matmul and transfer run at the same time. A transfer of the matmul's result ends with or after
+  the matmul. A matmul of the gathered tensor ends with or after the transfer.
 
-The plan's row ends at the estimate of its schedule. If the steps end before, the rest is drawn as fixed costs:
+The plan's row ends at the estimate of its schedule. If the steps end earlier, the rest is drawn as fixed costs:
 launches, credits, waits and mutual slowdown. If they end later, the transfer is shortened: the schedule's own transfer
 is faster than the collective.
 """

@@ -46,7 +46,8 @@ class Seam:
 
     @property
     def joined(self) -> list[fx.Node]:
-        """The nodes of ``region`` that have a reader other than the gather, for which their bands are joined."""
+        """The nodes of ``region`` that have a reader outside ``region``, other than the gather. Their bands are joined
+        for this reader."""
         known = {*self.region, *self.gather.collectives[0].chain()}
         return [n for n in self.region if not known.issuperset(n.users)]
 
@@ -71,7 +72,7 @@ def find(sites: Iterable[DecidedSite]) -> list[Seam]:
 
 def between(first: fx.Node, last: fx.Node) -> list[fx.Node] | None:
     """The nodes on the way from ``first`` to ``last`` in graph order, without ``first``. ``None`` if ``last`` does not
-    depend on it."""
+    depend on ``first``."""
     known: dict[fx.Node, bool] = {}
     if not tools.depends_on(last, first, known):
         return None

@@ -23,8 +23,8 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
     """The seams among ``sites`` that are written in bands. Their sites' plans get the parameter ``bands`` and estimates
     in bands. If the schedule is forced, bands need not pay.
 
-    The seam takes the smallest number of bands whose estimated time is close to the shortest. Bands add nodes, and must
-    fit into what unrolled rings and earlier seams have left of ``step_node_budget``.
+    Each seam takes the smallest number of bands whose estimated time is close to the shortest. Bands add nodes, which
+    must fit into what unrolled rings and earlier seams have left of ``step_node_budget``.
 
     Args:
         uncut: the ids of the two sites of each seam that must not be cut, because writing it has failed.

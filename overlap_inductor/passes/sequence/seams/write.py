@@ -53,7 +53,7 @@ def write(
 
     Args:
         emitted: the communicating ops of all sites.
-        parts: the bands of each tensor of earlier seams. This seam adds its own.
+        parts: the bands of each tensor of earlier seams. This seam adds its own bands.
         values: evaluates the nodes that are written.
 
     Raises:
@@ -97,7 +97,7 @@ class _Steps:
         return len(self.waits)
 
     def sums(self, band: int) -> list[fx.Node]:
-        """The scatter's nodes from the wait of ``band`` to its rows."""
+        """The scatter's nodes from the wait of ``band`` to the next band's wait, or to ``rows``."""
         ends = [*self.waits, self.rows]
         return _range(ends[band], ends[band + 1])
 
