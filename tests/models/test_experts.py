@@ -42,11 +42,11 @@ def _problems(
     torch._dynamo.utils.counters.clear()
     with torch.no_grad():
         if generated:
-            with overlap_inductor.overlap(schedule="ring", **fields):
+            with overlap_inductor.overlap(schedule="ring", sub_chunks=2, **fields):
                 found = torch.compile(model, fullgraph=True)(ids).logits
             reports = reporting.all_reports()
         else:
-            backend = interpreted(OverlapConfig(schedule="ring", **fields), reports, compared=True)
+            backend = interpreted(OverlapConfig(schedule="ring", sub_chunks=2, **fields), reports, compared=True)
             found = torch.compile(model, backend=backend, fullgraph=True)(ids).logits
         expected = exact(ids).logits
     error = float((found.double() - expected).abs().max() / expected.abs().max())

@@ -176,12 +176,14 @@ def problems(
         reporting.forget_reports()
         reports: list[OverlapReport] = []
         if generated:
-            with overlap_inductor.overlap(schedule="ring"):
+            with overlap_inductor.overlap(schedule="ring", sub_chunks=2):
                 found = _run(torch.compile(model, fullgraph=True), parameters, x)
             reports = reporting.all_reports()
         else:
             found = _run(
-                torch.compile(model, backend=interpreted(OverlapConfig(schedule="ring"), reports), fullgraph=True),
+                torch.compile(
+                    model, backend=interpreted(OverlapConfig(schedule="ring", sub_chunks=2), reports), fullgraph=True
+                ),
                 parameters,
                 x,
             )
@@ -208,8 +210,8 @@ def problems(
     return wrong, plans
 
 
-THREE = ["head with bias", "row-wise", "sequence"]
-"""``make test`` runs these layers, on three ranks."""
+THREE = ["row-wise", "sequence"]
+"""``make test`` runs these layers, on three ranks. (``test_hugging_face`` runs a head of uneven shards.)"""
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,9 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 }
 """Values of ``_every_load``'s argument ``layer``: the class of the experts (``kind``) and its keyword arguments
 (``spelling``)."""
-REPEATED = ("argsort", "negative places", "late weights")
-"""Spellings that compute what ``put`` computes. Their unrolled steps run in thorough tests only."""
+REPEATED = ("put", "argsort", "negative places", "late weights")
+"""``put``, and spellings that compute what ``put`` computes. Their unrolled steps run in thorough tests only, because
+``test_any_number_of_tokens`` runs those of ``put``."""
 
 
 def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -55,7 +56,8 @@ def _every_load(
     kind = layer.get("kind", Experts)
     experts = kind(rank, world_size, **layer.get("spelling", {}), **({"reduce": _scattered} if scatters else {}))
     reports: list[OverlapReport] = []
-    compiled = torch.compile(experts, backend=interpreted(OverlapConfig(schedule="ring", **options), reports))
+    config = OverlapConfig(**{"schedule": "ring", "sub_chunks": 2, **options})
+    compiled = torch.compile(experts, backend=interpreted(config, reports))
     errors = {}
     for loads in LOADS:
         x, ids, weights = inputs(tokens, loads)
@@ -99,7 +101,7 @@ def test_blocks_of_tokens(world_size: int, spelling: str) -> None:
     ("world_size", "spelling"),
     [
         pytest.param(2, "put", marks=pytest.mark.thorough),
-        (2, "negative places"),
+        pytest.param(2, "negative places", marks=pytest.mark.thorough),
         (2, "biases"),
         pytest.param(2, "gate apart", marks=pytest.mark.thorough),
     ],

@@ -17,6 +17,7 @@ from overlap_inductor.report import publish as reporting
 from overlap_inductor.runtime import same_inputs
 from overlap_inductor.runtime.same_inputs import difference
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from tests.support.differing_ranks import ring
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.heard import Heard
@@ -44,7 +45,7 @@ def _calls(rank: int, world_size: int, schedule: str, differ: bool) -> dict[str,
     compile_anew(kernels=False)
     heard, inputs = Heard(), _inputs(rank, differ)
     expected = _layer(*inputs)
-    with overlap_inductor.overlap(schedule=schedule, sequence_parallel="on"):
+    with ring(schedule=schedule, sequence_parallel="on"):
         compiled = torch.compile(_layer, dynamic=False)
         results = [compiled(*inputs) for _ in range(2)]
     report = overlap_inductor.last_report()
@@ -84,7 +85,7 @@ def _by_a_size(rank: int, world_size: int) -> float:
 
     inputs = _inputs(rank, False)
     expected = layer(local, *inputs)
-    with overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+    with ring(sequence_parallel="on"):
         return _off(torch.compile(layer)(local, *inputs), expected)
 
 
@@ -103,7 +104,7 @@ def _train(rank: int, world_size: int) -> str:
         x, a, residual, norm, b = args
         return rms_norm(residual + ReduceForward.apply(x @ a), norm) @ b
 
-    with overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+    with ring(sequence_parallel="on"):
         try:
             torch.compile(layer, dynamic=False)(*inputs)
         except OverlapError as error:
@@ -150,7 +151,7 @@ def _one_graph_serves_layers(rank: int, world_size: int) -> dict[str, Any]:
     layers = [Layer(rank, number, differs) for number, differs in ((1, False), (2, True), (3, False))]
     x, residual = _tensors(rank)
     reporting.forget_reports()
-    with torch.no_grad(), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+    with torch.no_grad(), ring(sequence_parallel="on"):
         compiled = torch.compile(Layer.forward, dynamic=False)
         off = [_off(compiled(m, x, residual), m(x, residual)) for _ in range(2) for m in layers]
     return {
@@ -178,7 +179,7 @@ def _two_groups(rank: int, world_size: int) -> dict[str, Any]:
 
     layers = [Layer(rank, number, differs) for number, differs in ((1, False), (2, False), (3, True))]
     x, residual = _tensors(rank)
-    with torch.no_grad(), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+    with torch.no_grad(), ring(sequence_parallel="on"):
         compiled = torch.compile(call, dynamic=False)
         off = [_off(compiled(m, x, residual), call(m, x, residual)) for _ in range(2) for m in layers]
     report = overlap_inductor.last_report()
@@ -199,7 +200,7 @@ def _second_graph(rank: int, world_size: int) -> list[float]:
     compile_anew(kernels=False)
     x, residual = _tensors(rank)
     off = []
-    with torch.no_grad(), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+    with torch.no_grad(), ring(sequence_parallel="on"):
         for number, differs in ((1, False), (2, True)):
             torch.compiler.reset()
             layer = Layer(rank, number, differs)
@@ -222,7 +223,7 @@ def _train_and_recompile(rank: int, world_size: int, lone: int) -> dict[str, Any
     x, residual = _tensors(rank)
     off = []
     reporting.forget_reports()
-    with overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+    with ring(sequence_parallel="on"):
         for step in range(4):
             if step == 2 and rank < lone:
                 torch.compiler.reset()

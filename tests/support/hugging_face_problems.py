@@ -59,11 +59,11 @@ def problems(
     reporting.forget_reports()
     torch._dynamo.utils.counters.clear()
     if generated:
-        with overlap_inductor.overlap(schedule="ring", sequence_parallel="off"):
+        with overlap_inductor.overlap(schedule="ring", sub_chunks=2, sequence_parallel="off"):
             off = errors(torch.compile(model, fullgraph=True), model, reference, ids, trains)
         reports = reporting.all_reports()
     else:
-        backend = interpreted(OverlapConfig(schedule="ring", sequence_parallel="off"), reports)
+        backend = interpreted(OverlapConfig(schedule="ring", sub_chunks=2, sequence_parallel="off"), reports)
         off = errors(torch.compile(model, backend=backend, fullgraph=True), model, reference, ids, trains)
 
     found = [f"{name} is off by {error:.2g}" for name, error in off.items() if not error < 1e-5]
