@@ -40,14 +40,14 @@ def measure(
     """Yields the rows of each setting. All ranks call this together.
 
     Raises:
-        WrongResult: on all ranks, naming the provider.
+        WrongResult: a provider's result is wrong. All ranks raise it, and it names the provider.
     """
     site = Site(case, clock.device)
     expected, names = site.expected(), chosen(names, variants, case, clock.device)
     made: dict[str, Provider] = {}
     found = {setting: providers(site, names, variants, setting, made) for setting in settings}
-    # Load every kernel before the timing. A load waits until all running kernels have ended, also kernels that wait for
-    # a peer.
+    # Load every kernel before the timing. A load waits until all running kernels have ended, even those that wait for a
+    # peer.
     for setting in settings:
         for provider in found[setting]:
             provider.call()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write tables and plots of the stored rows of ``bench.operators``.
 
-The output folder gets ``operators.md``, and two plots for each machine, shape and dtype. From the default rows, this
-command also draws the pictures of README and ``docs/``.
+The output folder gets ``operators.md``, and two plots for each machine, shape and dtype. If ``--rows`` is the default,
+this command also draws the pictures of README and ``docs/``.
 
     python -m bench.report [--rows bench/results/operators.jsonl] [--out bench/results]
 """

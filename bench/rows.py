@@ -118,8 +118,8 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The last row for each GPU, case, setting and provider. Rows without a setting, older than version 0.1.0, are left
-    out."""
+    """The last row for each GPU, case, setting and provider. Rows without a setting are left out: they are older than
+    version 0.1.0."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     keys = ("gpu", "world_size", "shape", "dtype", "setting", "pattern", "tokens", "provider")
     return list({tuple(row[k] for k in keys): row for row in rows if "setting" in row}.values())

@@ -9,9 +9,9 @@ Steps under plain ``torch.compile``, ``auto`` and forced schedules take turns in
 A block has four linear layers of ``hidden x hidden`` in its attention, and an MLP of width ``2 * hidden``. In backward,
 a gathered tensor feeds two matmuls, and a scattered tensor is a sum of matmuls.
 
-A step is a forward and a backward. Before the timing, gradients are compared with those of the plain compile. The host
-is in the loop (``bench.timing``). A row's time is the median over samples, then the maximum over ranks, in milliseconds
-for one step.
+A step is a forward and a backward. Before the timing, gradients are compared with those of plain ``torch.compile``. The
+host is in the loop. The time in a row is that of one step in milliseconds: the median over samples, then the maximum
+over ranks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from overlap_inductor.switch.backend import overlap_inductor as overlap_backend
 
 HEAD = 128
 LIMIT = 0.02
-"""The largest allowed difference between gradients, relative to the norm of the plain compile's gradient. Sums of bf16
-depend on their order."""
+"""The largest allowed norm of the difference between gradients, relative to the norm of the gradient under plain
+``torch.compile``. In bf16, a sum depends on the order of its terms."""
 
 
 def blocks(hidden: int, layers: int, mesh: Any) -> nn.Module:

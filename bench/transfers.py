@@ -6,9 +6,9 @@ measurement is one JSON row.
 
     torchrun --nproc-per-node 4 -m bench.transfers --out rows.jsonl
 
-A rank's time begins with its own sends, and ends when the data of all peers has arrived. It is measured on its GPU, in
-microseconds. The row holds the median over repeats, then the maximum over ranks. ``right``: whether the right data
-arrived in a call before the timing.
+The time of a rank begins with its own sends, and ends when the data of all peers has arrived. The rank's GPU measures
+the time, in microseconds. A row holds the median over repeats, then the maximum over ranks. ``right``: whether the
+right data arrived in a call before the timing.
 """
 
 from __future__ import annotations

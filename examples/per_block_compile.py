@@ -3,8 +3,8 @@
 
     torchrun --nproc-per-node 2 examples/per_block_compile.py
 
-The report of the shared graph holds for every layer. The result is compared with that of the model before it is
-sharded, which every rank runs eagerly. ``auto`` would not overlap sites of this size, so schedule ``ring`` is forced.
+The report of the shared graph holds for every layer. The result is compared with that of the unsharded model, which
+every rank runs eagerly. ``auto`` would not overlap sites of this size, so schedule ``ring`` is forced.
 """
 
 import torch

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """overlap_inductor: a ``torch.compile`` pass that hides tensor-parallel collectives behind their matmuls.
 
-Importing this package imports none of ``torch._inductor``, ``torch._dynamo`` and ``triton``. Every public name is
-resolved on first use (PEP 562), because the package may be imported from inside ``import torch``.
+Importing this package imports none of ``torch._inductor``, ``torch._dynamo`` and ``triton``. Every public name but
+``__version__`` is resolved on first use (PEP 562), because ``import torch`` itself may import the package.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.support.fork_base import DYNAMO
 from tests.support.fork_base import INDUCTOR
 from tests.support.fork_base import TORCH
 from tests.support.fork_base import ForkBase
+from tests.support.worker_base import WorkerBase
 
 set_environment()
 if importlib.util.find_spec("hypothesis") is not None:
@@ -23,11 +25,21 @@ if importlib.util.find_spec("hypothesis") is not None:
     hypothesis.settings.load_profile("tests")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the workers that pytest-xdist would start as new interpreters."""
+    base = WorkerBase()
+    config.add_cleanup(base.end)
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = base.python
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if "torch._dynamo.guards" in sys.modules:
         compile_cheaply()
     if "torch._dynamo.trace_rules" in sys.modules:
-        # Not imported before, because it imports Inductor.
+        # Imported only here, because ``cheap_tracing`` imports Inductor.
         from tests.support.cheap_tracing import trace_cheaply
 
         trace_cheaply()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fails if a module outside ``torch_compat`` and ``inductor`` uses private parts of other code.
 
-These are the private names of torch, and private attributes of objects other than ``self`` and ``cls``.
+Private parts are the private names of torch, and private attributes of objects other than ``self`` and ``cls``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def dotted(node: ast.expr) -> list[str]:
 
 
 def private_parts(source: str) -> list[tuple[int, str]]:
-    """``(line, name)`` of each import of a private name of torch. Also of each private attribute of an object other
-    than ``self`` and ``cls``.
+    """``(line, name)`` of each use of a private part in ``source``.
 
     Operators such as ``aten._to_copy`` are public despite their names, and so is ``os._exit``. They are left out.
     """

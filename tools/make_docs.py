@@ -52,8 +52,9 @@ def outdated() -> dict[Path, str]:
 def run_samples(
     paths: Sequence[Path], folder: Path, programs: Path | None = None
 ) -> list[tuple[Path, samples.Sample, str]]:
-    """Run the blocks of the pages in ``folder``. Returns ``(page, output block, output of this run)`` of each output
-    block. ``programs``: a folder whose ``python`` and ``overlap-inductor`` are used."""
+    """Run the blocks of the pages ``paths``, with ``folder`` as the current folder. Returns ``(page, output block,
+    output of this run)`` of each output block. ``programs``: a folder whose ``python`` and ``overlap-inductor`` are
+    used."""
     found = []
     for path in paths:
         outputs = samples.run(samples.samples(path.read_text(encoding="utf-8")), folder, programs)

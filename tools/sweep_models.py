@@ -12,7 +12,8 @@ Ranks are gloo processes with random weights. Schedule ``ring`` is forced, so ev
 overlapped. Rewritten graphs are interpreted, because compiling is slow. ``--generated`` runs Inductor's code instead.
 
 By default, Hugging Face families have odd sizes. Some, such as the vocabulary, are primes that the number of ranks does
-not divide. If a family does not run even without overlap, it is tried once more, with even sizes of the MLP.
+not divide. If a family does not run without overlap either, it is tried once more. The sizes of the MLP are then even,
+and each head has its own key-value head.
 
 ``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. A family's row says how many all-reduces its
 graphs have, how many were rewritten and why others were not (``left``).
@@ -161,7 +162,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _row(case: str, size: int, trains: bool, run: Callable[..., Any], *values: Any) -> dict[str, Any]:
-    """The row of one case on ``size`` ranks: the outcome of all, and figures of the rank with the largest error."""
+    """The row of one case on ``size`` ranks. It has the outcome of all ranks, and figures of the rank with the largest
+    error."""
     start = time.monotonic()
     try:
         found = gloo_ranks.run_ranks(size, run, *values, timeout=300, expect_failure=True)

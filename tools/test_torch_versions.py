@@ -4,8 +4,8 @@
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 
 The tests are the unit tests, the compile tests, and those of a transformer block (by hand and with DTensor). ``--all``
-also runs the tests of kernels (in Triton's interpreter), of numerics (over gloo), and of all models. On two cores, this
-takes some 15 minutes for each version.
+also runs the tests of kernels (in Triton's interpreter), of numerics (over gloo), and of all models. With
+``--all``, each version takes some 15 minutes on two cores.
 
 ``TORCH_PYTHONS`` may list the paths of interpreters that already have torch, separated by spaces. Without it, an
 environment for each version is made in ``.torch-versions/``. Two versions run at a time.
@@ -25,7 +25,7 @@ from pathlib import Path
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 TESTS = ("tests/unit", "tests/compile", "tests/models/test_blocks.py")
 """``test_blocks.py`` also runs the transformer block with activation checkpointing. Torch 2.12 and 2.13 cannot compile
-the DTensor block with it, so they run only the hand-written one."""
+the DTensor block with checkpointing, so they run that block only without it."""
 EVERYTHING: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({}, ("tests/unit", "tests/compile")),
     ({"TRITON_INTERPRET": "1"}, ("tests/kernels",)),

@@ -20,8 +20,8 @@ def physical_cores(allowed: Sequence[int], topology: Path = TOPOLOGY) -> list[li
 
 
 def own_core(rank: int, ranks: int, cores: Sequence[Sequence[int]]) -> int:
-    """The CPU for ``rank``. With at least ``ranks`` physical cores, each rank has one, and the ranks' cores are as far
-    apart as possible. With fewer cores, ranks share them.
+    """The CPU for ``rank``. If there are at least ``ranks`` physical cores, each rank has a core of its own, and these
+    cores are spread evenly. With fewer cores, ranks share cores.
 
     Args:
         cores: what ``physical_cores`` returns.

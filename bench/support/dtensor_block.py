@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer block in sequence-parallel form, sharded by DTensor or by hand. Its reference is the unsharded block in
-fp64."""
+"""A transformer block in sequence-parallel form, sharded by DTensor or by hand, and its comparison with the unsharded
+block in fp64."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class Mlp(nn.Module):
 
 
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-# The ops whose results selective checkpointing saves. With results of scatters (as in torchtitan), no partial sum is
-# needed after its site. With results of matmuls only, every partial sum is an output of the forward graph, and backward
-# scatters it again.
+# The ops whose results checkpointing saves. If it saves the results of scatters, as torchtitan does, backward needs no
+# partial sum. If it saves the results of matmuls only, every partial sum is an output of the forward graph, and
+# backward scatters the partial sum again.
 CHECKPOINTING: dict[str, set[Any]] = {
     "none": set(),
     "full": set(),
@@ -123,8 +123,8 @@ def sharded(block: Block, mesh: DeviceMesh, dim: int) -> nn.Module:
 def largest_error(
     mesh: DeviceMesh, variant: Variant, compiler: Callable[[Any], Any], dtype: torch.dtype = torch.float32
 ) -> tuple[float, str]:
-    """``(largest relative error, where)`` of the compiled block's output and gradients against fp64, on this rank.
-    ``dtype``: of the compiled block."""
+    """``(largest error, where)`` of the compiled block's output and gradients on this rank. An error is relative to the
+    largest element of the exact tensor, in fp64. ``dtype``: the dtype of the compiled block."""
     torch.manual_seed(3)
     device = mesh.device_type
     block = Block(variant)

@@ -50,8 +50,8 @@ class Gathered(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer with sharded inputs. Its output is reduce-scattered along the sequence, then the bias is added
-    once."""
+    """A linear layer whose input features are sharded. The partial sums are reduce-scattered along the sequence. Then
+    the bias is added once."""
 
     def __init__(self, linear: nn.Linear, dim: int, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ VOCABULARY = 1024
 
 
 def save_llama(folder: Path, layers: int, hidden: int, tokens: int) -> None:
-    """Save a Llama with random weights (seed 0) to ``folder``, in the form of a user's checkpoint."""
+    """Save a Llama with random weights (seed 0) to ``folder`` as a Hugging Face checkpoint."""
     from transformers import LlamaConfig
     from transformers import LlamaForCausalLM
 
@@ -75,8 +75,8 @@ class Block(nn.Module):
 def parallel_block(
     hidden: int, mesh: DeviceMesh, dtype: torch.dtype, inner: int | None = None, *, values: bool = True
 ) -> nn.Module:
-    """The block in sequence-parallel form, its MLP ``inner`` wide (``4 * hidden`` by default). Input and output are the
-    rank's own shard, ``[1, tokens / W, hidden]``. Without ``values``, the weights are not initialized."""
+    """The block in sequence-parallel form. ``inner``: the width of its MLP (default: ``4 * hidden``). Input and output
+    are the rank's own shard, ``[1, tokens / W, hidden]``. Without ``values``, the weights are not initialized."""
     torch.manual_seed(0)
     if values:
         block = Block(hidden, inner or 4 * hidden).to(device=mesh.device_type, dtype=dtype)

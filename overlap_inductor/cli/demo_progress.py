@@ -12,7 +12,7 @@ from typing import TextIO
 
 
 class Progress:
-    """Shows rank 0's steps and how long each takes, one line per step. On a terminal the running step's time counts up.
+    """Shows rank 0's steps, and how long each step takes. On a terminal, the time of the running step counts up.
 
     The thread that reads rank 0's output calls ``line``. The thread that watches the ranks calls ``wait``.
     """

@@ -31,7 +31,7 @@ class Check:
     Attributes:
         state: ``good``, ``bad`` (something that is required or requested cannot take effect) or ``note``.
         advice: what the user can do; may be empty.
-        answer: if the check answers a question, ``yes``, ``no`` or a number. ``value`` explains it.
+        answer: ``yes``, ``no`` or a number if the check answers a question, else empty. ``value`` explains the answer.
     """
 
     section: str
@@ -70,7 +70,8 @@ def as_text(checks: Sequence[Check], stream: TextIO | None = None) -> str:
 
 
 def _section(checks: Sequence[Check], marks: Mapping[str, str]) -> Table:
-    """A row for each check: mark, name, answer (if the section has any) and value, with the advice below it."""
+    """A table with a row for each check: mark, name, answer if the section has answers, and value. The advice stands
+    below the value."""
     width = max(len(check.name) for check in checks)
     answers = max(len(check.answer) for check in checks)
     widths: list[int | None] = [4, width + 2, answers + 2, None] if answers else [4, width + 2, None]

@@ -18,7 +18,7 @@ SECTION = "Machine facts"
 
 
 def machine_facts() -> list[Check]:
-    """A line for each of ``FIELDS``, for ranks on the GPUs of this machine, or on its CPUs. The state is ``good`` if
+    """A line for each of ``FIELDS``, as ``auto`` uses it between the ranks of ``ranks_here``. The state is ``good`` if
     the switch ``machine`` sets the value, else ``note``."""
     import torch
 

@@ -26,7 +26,8 @@ _FABRIC_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
 
 
 def software() -> list[Check]:
-    """Versions of the software. ``bad`` if torch is missing or not supported, or a needed compiler is missing."""
+    """Versions of the software. A check is ``bad`` if torch is missing or not supported, or a needed compiler is
+    missing."""
     section = "Software"
     checks = [Check(section, "python", GOOD, platform.python_version())]
     try:
@@ -56,7 +57,7 @@ def software() -> list[Check]:
 
 
 def distributed() -> list[Check]:
-    """Backends that can carry the transfers. ``bad`` if there is none."""
+    """Whether torch has backends that can carry the transfers. A check is ``bad`` if there is none."""
     import torch
     import torch.distributed as dist
 
@@ -124,7 +125,7 @@ def _gpu(number: int) -> str:
 
 
 def symmetric_memory() -> list[Check]:
-    """Whether GPUs of several processes can map each other's memory."""
+    """Whether processes can map each other's GPU memory, and whether the driver offers multicast."""
     from overlap_inductor.inductor import probe
     from overlap_inductor.lowerings.registry import SCHEDULES
 
@@ -148,7 +149,8 @@ def symmetric_memory() -> list[Check]:
 
 
 def handle_exchange(section: str) -> Check:
-    """The ways in which processes can share memory: fabric handles, or file descriptors through ``pidfd_getfd``."""
+    """Whether processes can exchange handles of GPU memory: as fabric handles, or as file descriptors by
+    ``pidfd_getfd``."""
     fabric = _FABRIC_CHANNELS.is_dir() and any(_FABRIC_CHANNELS.iterdir())
     refusal = pidfd_refusal()
     scope = _PTRACE_SCOPE.read_text().strip() if _PTRACE_SCOPE.exists() else "absent"

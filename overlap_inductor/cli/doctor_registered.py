@@ -36,7 +36,7 @@ def registered() -> list[Check]:
 
 
 def runs_here() -> list[Check]:
-    """Whether each schedule can run between ranks on this machine, and why not."""
+    """Whether each schedule can run between the ranks of ``ranks_here``, and if not, why not."""
     from overlap_inductor.lowerings.registry import SCHEDULES
 
     number, where = ranks_here()
@@ -48,7 +48,7 @@ def runs_here() -> list[Check]:
 
 
 def why_not_here(schedule: SiteSchedule) -> str:
-    """Why the schedule cannot run between ranks on this machine's GPUs, or on its CPUs without a GPU; else empty."""
+    """Why the schedule cannot run between the ranks of ``ranks_here``; an empty text if it can."""
     import torch
 
     ranks, number = tuple(range(ranks_here()[0])), torch.cuda.device_count()
@@ -57,7 +57,7 @@ def why_not_here(schedule: SiteSchedule) -> str:
     torch.cuda.init()
     reasons: dict[str, list[int]] = {}
     for gpu in range(number):
-        # In a real run each rank asks the schedule, and the rank's own GPU is the current one.
+        # In a real run, each rank asks the schedule for itself, and the current GPU is the rank's own.
         with torch.cuda.device(gpu):
             if reason := schedule.why_not_between(ranks, torch.device("cuda", gpu)):
                 reasons.setdefault(reason, []).append(gpu)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``overlap-inductor``. Only the chosen command's modules are imported: ``--help`` needs no torch."""
+"""The command ``overlap-inductor``. A command's modules are imported when it runs, so ``--help`` needs no torch."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--ranks",
         type=int,
         metavar="N",
-        help="let this one process be rank 0 of N; nothing is sent or computed (with --machine the default is the"
-        " number of its GPUs)",
+        help="let this one process be rank 0 of N; nothing is sent or computed (with --machine, the default is"
+        " the number of the machine's GPUs)",
     )
     explain.add_argument("--short", action="store_true", help="a few lines for each graph, not the whole report")
     explain.add_argument("script", help="a Python script that uses torch.compile")
@@ -100,12 +100,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit status, for ``explain`` that of the user's script.
+    """Run a command. Returns the exit status of the command. ``explain`` returns that of the user's script.
 
-    - 0: it succeeded.
-    - 1: a check failed.
-    - 2: it could not be run as asked.
-    - 141: the reader of its output has gone away. A shell reports 141 for a program that SIGPIPE ended.
+    - 0: the command succeeded.
+    - 1: the doctor found something bad, or the demo or the user's script failed.
+    - 2: the command could not be run as asked.
+    - 141: the reader of the output has gone away. A shell reports 141 for a program that SIGPIPE ended.
     """
     chosen = build_parser().parse_args(arguments)
     try:
@@ -127,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_gone() -> bool:
-    """Whether standard output is a pipe without a reader, as after ``| head``. If so, buffered text is dropped: Python
-    would print an error at exit."""
+    """Whether standard output is a pipe without a reader, as after ``| head``. If so, buffered text is dropped, because
+    Python would otherwise fail to write it at exit and print an error."""
     try:
         number = sys.stdout.fileno()
     except OSError:  # replaced by an object that is no file

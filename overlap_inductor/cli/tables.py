@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the command line, made by ``rich``. They fit a terminal's width. Elsewhere they are plain text, and no line
-is cut or wrapped."""
+"""Tables of the command line, made by ``rich``. On a terminal, tables fit its width. Elsewhere, tables are plain text,
+and no line is cut or wrapped."""
 
 from __future__ import annotations
 

@@ -4,4 +4,4 @@
 from __future__ import annotations
 
 MOST_EXTRAS = 2
-"""Most extra tensors that the epilogues of one launch may read, all epilogues together."""
+"""The largest number of extra tensors that all epilogues of one launch may read together."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the facts that a user states about a machine: a JSON object whose fields replace those of ``Machine``.
 
-``read`` returns equal texts for equal facts, so caches and ranks compare the facts and not their place.
+``read`` returns equal texts for equal facts, so that caches and ranks compare facts and not the paths of files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from overlap_inductor.facts.machine import Machine
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Machine) if f.name != "name")
-"""The fields that an object may have. The name is left out, because it selects a schedule's constants."""
+"""The fields that an object may have. ``name`` is not among them, because it selects the constants of a schedule."""
 _ITEMSIZES = ("1", "2", "4", "8")
 _FLOPS = 'an object of FLOP/s by bytes of an element ("1", "2", "4" or "8"), for example {"4": 5e10}'
 _ALLOWED = {
@@ -33,8 +33,8 @@ def read(source: str) -> str:
         source: the path of a file, or the text of a JSON object, which begins with ``{``.
 
     Raises:
-        ValueError: there is no such file, it holds no JSON object, or a field is unknown or has a wrong value. The
-            message ends a sentence that begins with ``source``.
+        ValueError: the file cannot be read, the text is not a JSON object, or a field is unknown or has a wrong value.
+            The message is a sentence without its subject, which is ``source``.
     """
     expected = f"expected a JSON object of machine facts, with fields from: {', '.join(FIELDS)}"
     text = source
@@ -54,8 +54,8 @@ def read(source: str) -> str:
 
 
 def told(machine: Machine, text: str | None) -> Machine:
-    """A copy of ``machine`` with the facts in ``text``, a result of ``read`` or ``None``. Other rates of
-    ``matmul_flops`` are kept."""
+    """A copy of ``machine`` with the facts in ``text``, a result of ``read`` or ``None``. Rates of
+    ``matmul_flops`` that ``text`` does not name are kept."""
     if text is None:
         return machine
     facts: dict[str, Any] = json.loads(text)
@@ -80,7 +80,8 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _number(value: Any, name: str) -> float:
-    """``value`` as a float. Python's JSON may hold ``true``, ``NaN`` and ``Infinity``, which are no rates."""
+    """``value`` as a float. Raises ``ValueError`` if ``value`` is not a finite number above 0 (``json.loads`` also
+    reads ``NaN`` and ``Infinity``)."""
     try:
         number = float(value) if type(value) in (int, float) else math.nan
     except OverflowError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SCHEDULES``, ``TRANSPORTS`` and ``PATTERNS`` hold the names that switches accept, besides ``auto`` and ``keep``.
 
-The configuration checks switches against these names. It cannot import the registries, because they import it. So each
-registry adds its names here.
+The configuration checks switches against these names. The registries import the configuration, so the configuration
+cannot import them when it is loaded. Instead, each registry adds its names here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Names:
     """The names of one kind of thing, in the order of their addition.
 
     Args:
-        kind: what is named, in the words of an error text: ``"schedule"``.
+        kind: the kind of thing, for error texts, for example ``"schedule"``.
         registry: the module that adds the package's own names when it is imported.
     """
 
@@ -38,7 +38,7 @@ class Names:
         self._names.remove(name)
 
     def known(self) -> tuple[str, ...]:
-        """All names. Imports the registry, which adds the package's own."""
+        """All names. First imports the registry, which adds the package's own names."""
         import_module(self._registry)
         return tuple(self._names)
 

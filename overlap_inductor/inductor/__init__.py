@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where torch.compile calls this package: pass slots, wrapped functions of Inductor, calls of compiled graphs."""
+"""Where ``torch.compile`` and this package call each other: Inductor's pass slots, its functions that this package
+wraps, and calls of compiled graphs."""

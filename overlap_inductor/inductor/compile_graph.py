@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls Inductor as ``torch.compile`` does: its modes, its options, its entry point."""
+"""Calls Inductor as ``torch.compile`` does, with the same modes and options."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def is_option(name: str) -> bool:
 
 
 def option_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Inductor's settings for ``mode``, with ``options`` on top. Raises what ``torch.compile`` raises for unknown
-    ones."""
+    """Inductor's settings for ``mode``, overridden by ``options``. If the mode or an option is unknown, raises what
+    ``torch.compile`` raises."""
     return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)
 
 

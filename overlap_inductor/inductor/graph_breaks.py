@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists calls of ``torch.distributed`` that broke the graph, as notices of a report. No graph holds such a call, so no
-pass can find it.
+"""Lists calls of ``torch.distributed`` that broke the graph, for the notices of a report. No graph holds such a call,
+so no pass can find the call.
 
 Dynamo appends every break to a list. The first graph that is compiled after a break reports the break, once.
 """
@@ -27,8 +27,8 @@ def new_notices() -> list[str]:
     for i, reason in enumerate(reasons):
         if not hasattr(reason, _TOLD):
             setattr(reason, _TOLD, True)
-            # A break inside a function also breaks the graph of the function's caller. It appears again when the
-            # function is compiled by itself.
+            # A break inside a function also breaks the graph of the function's caller. The list has the break a second
+            # time when Dynamo has compiled the function by itself.
             known = any(_ends_with(before, reason) for before in reasons[:i])
             found += [_sentence(reason)] if not known and _users_line(reason) is not None and _calls(reason) else []
     return found

@@ -19,7 +19,7 @@ from torch import fx
 from overlap_inductor.torch_compat import operators
 
 _LIMIT = 1000
-"""If there are more nodes than this to visit, the matmul counts as next to a collective."""
+"""If the search visits more nodes than this, the matmul counts as next to a collective."""
 _COPIES = {"clone", "lift_fresh_copy", "cat", "constant_pad_nd", "_unsafe_view", "convert_element_type", "_to_copy"}
 _ROW_WISE = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "_softmax", "_log_softmax", "cumsum"}
 """Row-wise ops (``sites.row_wise``) and sums over experts. They may be between a matmul and a collective of a site,
@@ -28,8 +28,8 @@ _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm"}
 
 
 def beside_collective(matmul: fx.Node) -> bool:
-    """Whether ``matmul`` could be part of a site. Only views, copies, row-wise and pointwise ops may be on one of these
-    paths:
+    """Whether ``matmul`` could be part of a site. It could be if only views, copies, row-wise and pointwise ops, and
+    waits, are on one of these paths:
 
     - from ``matmul`` to a collective;
     - from an all-gather or all-to-all to ``matmul``;

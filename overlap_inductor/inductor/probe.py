@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries the installed torch for ``overlap-inductor doctor``."""
+"""What ``overlap-inductor doctor`` asks torch and Inductor's pass slot."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def config_in_slot() -> OverlapConfig | None:
 
 
 def hindrances() -> list[tuple[str, str]]:
-    """Settings of Inductor and Dynamo that take sites from the pass: ``(setting, consequence and advice)``."""
+    """``(setting, consequence and advice)`` for each setting of Inductor or Dynamo that keeps the pass from overlapping
+    sites."""
     from torch._dynamo import config as dynamo_config
     from torch._inductor import config as inductor_config
 

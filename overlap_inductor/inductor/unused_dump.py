@@ -21,7 +21,7 @@ UNUSED = (
 def say_at_first_compile() -> None:
     """At the first call of ``compile_fx``, log ``UNUSED`` on rank 0 if overlap is not switched on.
 
-    When Inductor is imported, it is too early to know: ``enable()`` or the backend may follow.
+    The import of Inductor is too early for this warning, because ``enable()`` or the backend may still follow.
     """
     from torch._inductor import compile_fx
 

@@ -8,12 +8,12 @@ Arguments with one meaning in all kernels:
     peer_data, peer_flags: int64 [WORLD], addresses of the ranks' workspace and flags
     flags, signals: this rank's flags, and how many of them each source has (``signals.signal_flag``)
     calls: int32, one word in this rank's own memory: number of calls that have ended
-    queues: int32 in this rank's own memory, zero between calls
-    stop, patience: the fault memory (``layout.STOP_WORDS``), and the longest wait in ns
+    queues: int32 in this rank's own memory, zero between calls except for word ``layout.ANNOUNCED``
+    stop, patience: the fault memory (``layout.STOP_WORDS``), and the longest wait for a peer in ns
     scale: factor of a sum over ranks (1, or 1 / WORLD for an average)
     BATCH: after this many tiles, a block waits until its last store has left shared memory
-    EPILOGUE: None, or a function of ``kernels.epilogue``, which reads ``extra0`` and ``extra1``
+    EPILOGUE: None, or a function that ``kernels.epilogue`` made; the function reads ``extra0`` and ``extra1``
 
-CUDA graphs: no argument of a captured kernel changes. So kernels read the number of the call from ``calls``, and the
-last kernel of a call increments it.
+In a CUDA graph, a kernel's arguments never change. So kernels read the number of the call from ``calls``, and the last
+kernel of a call increments ``calls``.
 """

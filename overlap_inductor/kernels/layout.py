@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of the memory that host and kernels share. This module holds numbers only and does not import Triton.
 
-The flags of a slot lie ``FLAG_WORDS`` apart. First comes one credit for each rank. Then come ``signals`` flags of rank
-0, as many of rank 1, and so on. Fault records: see ``runtime.board``.
+The flags of a slot lie ``FLAG_WORDS`` apart. First comes one credit for each rank. Then come ``signals`` flags that
+rank 0 sets, as many that rank 1 sets, and so on. ``runtime.board`` describes the fault records.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ QUEUE_WORDS = 8
 ANNOUNCED = QUEUE_WORDS - 1
 """The queue word that holds the call number for copy engines."""
 WINDOW = 2**20
-"""A flag has reached its target if it equals the target, or is ahead of it by less than this (modulo 2**32)."""
+"""A flag has reached its target if it is ahead of the target by 0 or more, but less than this (modulo 2**32)."""
 FAULT_WORDS = 8
 """int32 words of a rank's fault record on its group's board:
 
 * words 0 and 1: whether the record is complete; the code of the wait (0 if the host aborted the group);
 * words 2 to 4: the peer, the value wanted and the value seen;
-* words 6 and 7: the time in nanoseconds. Word 5 is unused.
+* words 6 and 7: when the rank gave up or aborted the group, in nanoseconds. Word 5 is unused.
 """
 BOARD_HEAD = 16
 """int32 words before the first record. Word 0: not 0 if any rank has given up or has aborted the group. Word 1: the
@@ -42,5 +42,6 @@ TABLE_FACTS = 9
 
 * words 0 to 3: addresses of table, indices, offsets and weights of samples;
 * words 4 to 6: number of rows, number of indices, padding index (-1: none);
-* words 7 and 8: where the kernel stores the bag of each index, and the number of rows of each bag (0: nowhere).
+* word 7: where the kernel stores the bag of each index (0: nowhere);
+* word 8: where the kernel stores how many rows of each bag are not padding (0: nowhere).
 """

@@ -51,6 +51,6 @@ def sent_rows(emit: StepEmitter, nodes: ReceivedNodes) -> fx.Node:
 
 
 def given(emit: StepEmitter, nodes: ReceivedNodes, buffer: fx.Node) -> fx.Node:
-    """The collective's result for other readers than the site's matmuls. ``buffer``: what was received."""
+    """The collective's result, for its readers besides the site's matmuls. ``buffer``: what was received."""
     result = emit.convert(emit.reshape(buffer, nodes.raw.shape()), nodes.raw, nodes.given)
     return emit.contiguous(emit.reshape(result, tools.shape(nodes.collective.wait)))

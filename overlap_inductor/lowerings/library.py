@@ -33,5 +33,5 @@ def define(
 
 
 FLEXIBLE = torch.Tag.flexible_layout
-"""The tag of ops that accept inputs of any layout. With a fixed stride order, Inductor would compare the inputs'
-strides, and a comparison of symbolic strides adds a guard."""
+"""The tag of ops that accept inputs of any layout. Under ``needs_fixed_stride_order``, Inductor compares the strides of
+inputs, and a comparison of symbolic strides adds a guard."""

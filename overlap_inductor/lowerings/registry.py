@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of all schedules. To add a schedule, write its folder and add one line here."""
+"""The list of all schedules. To add a schedule, write its folder and register the schedule here."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from overlap_inductor.lowerings.small_message.schedule import SMALL_MESSAGE
 from overlap_inductor.lowerings.wave_groups.schedule import WAVE_GROUPS
 
 SCHEDULES: list[SiteSchedule] = []
-"""The registered schedules, in the order of their registration. A schedule that calls another schedule's op takes the
-first ``called_by_others`` that pays. So register the one with the lowest host cost first."""
+"""The registered schedules, in the order of their registration. A schedule that calls another schedule's op for
+more tokens takes the first one that is ``called_by_others`` and pays. So the one with the lowest host cost comes
+first."""
 
 
 def register(schedule: SiteSchedule) -> None:

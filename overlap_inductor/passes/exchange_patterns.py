@@ -48,8 +48,8 @@ class AllToAllExperts:
 
 
 class MatmulAllToAll:
-    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). It comes before ``AllToAllMatmul``, so a projection hides the
-    exchange before an attention of plain matmuls."""
+    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). It comes before ``AllToAllMatmul``. So an exchange between a
+    projection and an attention of plain matmuls is hidden by the projection."""
 
     name = "matmul_all_to_all"
     kind = "all_to_all"

@@ -138,8 +138,8 @@ def _viewed(node: fx.Node, layout: Layout) -> Layout:
 
 def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple[Atom, list[Atom]]:
     """``(the atom that counts the receiving ranks, the atoms of a slice in order)``. Raises ``LayoutError`` if no
-    single atom counts these ranks. If the collective's input is a flattened view of ``[R, ...]``, the layout before
-    the view is read, because a flattened symbolic dim cannot be split."""
+    single atom counts these ranks. If the all-to-all's input is a flattened view of a tensor ``[R, ...]``, the atoms
+    are read from that tensor. (A reshape cannot split a flattened dim of symbolic size.)"""
     source, ranks = collective.input, collective.world_size
     while _is_view(source) and tools.permutation(source) is None and tools.shape(source)[:1] != [ranks]:
         source = source.args[0]
@@ -151,7 +151,7 @@ def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple
     first, *others = layout.refined().dims
     receivers = Layout((first,)).without_rank().flat()
     if len(receivers) != 1:
-        raise LayoutError("the ranks' slices are cut inside a dim of the matmul")
+        raise LayoutError("no single atom of the matmul's result counts the receiving ranks")
     return receivers[0], Layout(tuple(others)).without_rank().flat()
 
 

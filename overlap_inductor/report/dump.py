@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write each graph's report to ``<folder>/rank_<r>/<graph id>_<phase>/``: text, JSON, both graphs and an HTML page.
 
-A report that is written twice gives the same bytes. Only ``run.json`` beside these files and ``<folder>/index.html``,
-the page of all graphs, depend on time and process.
+A report that is written twice gives the same bytes. Two other files depend on time and process: ``run.json`` beside the
+report, and ``<folder>/index.html``, the page of all graphs.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _warned: set[str] = set()
 
 
 def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int) -> Path | None:
-    """Write one graph's report below ``folder`` and return its path. If that fails, log a warning once and return
-    ``None``: a compile must not fail for a report.
+    """Write one graph's report below ``folder`` and return the path of the report's folder. If the files cannot be
+    written, log a warning once and return ``None``: a compile must not fail for a report.
 
-    Further reports of one name get the suffixes ``_2``, ``_3``, ... in the order of the compiles.
+    If reports of one name differ, the later ones get the suffixes ``_2``, ``_3``, ... in the order of the compiles.
     """
     digest = hashlib.sha256(report.to_json(graphs=True).encode()).hexdigest()
     dump = Path(folder).absolute()

@@ -25,7 +25,7 @@ class Failure:
     Attributes:
         stage: the part that failed, see below.
         error: the exception's type and message.
-        traceback: as Python prints it, with file paths relative to the import folder.
+        traceback: the text that Python prints, with each file's path relative to its folder in ``sys.path``.
         sites: ids of the sites concerned; empty for stages ``pass`` and ``sequence_parallel``.
 
     Stages:

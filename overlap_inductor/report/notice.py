@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows a log line, once, to users who did not configure logging.
+"""Shows a log line even to users who did not configure logging.
+
+A line never goes both to log handlers and to this module's own output on standard error.
 
 A user's configuration takes precedence:
 
 - If the logger ``overlap_inductor`` has a level (by ``logging`` or ``TORCH_LOGS``), the level shows or hides the line.
-- If it has handlers, the line goes to them and not to standard error.
+- If the user gave handlers to this logger or to a logger above it, the line goes to them. This module then writes
+  nothing to standard error.
 """
 
 from __future__ import annotations
@@ -18,8 +21,12 @@ log = logging.getLogger("overlap_inductor")
 
 
 def show(text: str) -> None:
-    """Log ``text`` at level INFO. If no handler would show it, write it to standard error. It is hidden only if the
-    user disabled this level."""
+    """Log ``text`` at level INFO. If the logger has no handler, write ``text`` to standard error. PyTorch's own
+    handler counts only if INFO is enabled.
+
+    The line is hidden if the logger is disabled, if the logger's own level is above INFO, or if ``logging.disable``
+    switched INFO off. A handler's own level or filter may hide the line, too.
+    """
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info("%s", text)
         return

@@ -21,7 +21,7 @@ class Row:
         place: ``sequence_parallel-1a2b3c4d``, or the number of stretches if there are several.
         written: ``5 all-reduces of 4096 tokens x 8192 bf16 over 8 ranks``.
         outcome: ``rewritten: 5 reduce-scatters, 5 all-gathers; 34 nodes on each rank's rows``, or ``kept: too_small``.
-        times: ``estimated 9.10 ms as written, 7.90 ms rewritten (...)``; empty without an estimate.
+        times: ``estimated 12.10 ms as written, 9.90 ms rewritten (...)``; empty without an estimate.
         reasons: why the stretch is not rewritten.
         needs: ``all rows are gathered for: aten.mm.default (5)``; empty if nothing is gathered.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``report.txt``: one graph's report for a terminal. Repeated layers take one line."""
+"""``report.txt``: one graph's report for a terminal. A site that repeats from layer to layer takes one line."""
 
 from __future__ import annotations
 

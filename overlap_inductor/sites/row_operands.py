@@ -32,7 +32,8 @@ class Operands:
 def operands_of(
     given: list[fx.Node], steps: list[fx.Node], ends: fx.Node, result: fx.Node, handed_out: list[fx.Node]
 ) -> Operands:
-    """``steps`` as a program, and what it reads. The program first gets the rows of ``given``, then ``Operands.rows``.
+    """``steps`` as a program, and the tensors that the program reads. The program first gets the rows of ``given``,
+    then ``Operands.rows``.
 
     Args:
         steps: the nodes to compute, in graph order (``sites.row_steps``).
@@ -45,7 +46,7 @@ def operands_of(
     """
     own = {*given, *steps}
     read = dict.fromkeys(n for step in steps for n in tools.tensor_inputs(step) if n not in own and n is not ends)
-    # If there are as many experts as rows, ``cut_by_rows`` takes the weights for rows, so they are left out here.
+    # If there are as many experts as rows, ``cut_by_rows`` takes the weights for rows, so the weights are left out.
     count, weights = tools.shape(result)[0], {n.args[1] for n in steps if is_grouped(n)}
     rows = [n for n in read if n not in weights and cut_by_rows(n, count)]
     whole = [n for n in read if n not in rows]

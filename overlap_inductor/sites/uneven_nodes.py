@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``UnevenSentNodes``, ``UnevenReceivedNodes``: an all-to-all next to matmuls, if ranks' parts differ in rows.
 
-The parts are rows of the matmuls' result or operand, in the collective's own order. Their numbers may be known only at
-run time. Ranks do not compare them: the program must give sender and receiver the same number.
+The parts are rows of the matmuls' result or operand, in the collective's own order. A part's number of rows may be
+known only at run time. Ranks do not compare these numbers: the program must give sender and receiver the same number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UnevenSentNodes(ReduceNodes):
         return _rows(self.ends[0])
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """Like ``ReduceNodes.matmul_sizes``, with M in ``own``."""
+        """Like ``ReduceNodes.matmul_sizes``, but M may differ between ranks, too."""
         return [replace(sizes, own=f"M{sizes.own}") for sizes in super().matmul_sizes()]
 
 
@@ -59,7 +59,8 @@ class UnevenReceivedNodes(GatherNodes):
         return _rows(self.collective)
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """Like ``GatherNodes.matmul_sizes``, with ``tokens`` for the size of the gathered dim."""
+        """Like ``GatherNodes.matmul_sizes``, with ``tokens`` for the number of rows that arrive. All sizes may differ
+        between ranks."""
         found = []
         for consumer, sizes in zip(self.consumers, super().matmul_sizes(), strict=True):
             sized = {"M": sizes.m, "N": sizes.n, "K": sizes.k} | {consumer.role: self.tokens}

@@ -15,7 +15,8 @@ OFF = ("", "0", "off")
 
 
 def autoload() -> None:
-    """Switch on what ``OVERLAP_INDUCTOR`` asks for. Never raises."""
+    """Switch on what ``OVERLAP_INDUCTOR`` asks for. If only ``OVERLAP_INDUCTOR_DUMP`` is set, prepare a warning. Never
+    raises."""
     mode = os.environ.get("OVERLAP_INDUCTOR", "")
     if mode not in OFF:
         _try(_wait)

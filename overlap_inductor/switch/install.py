@@ -8,7 +8,8 @@ This module puts one pass object into each *slot*, a setting of Inductor that ho
 2. those of ``enable()``;
 3. those of the environment.
 
-After ``disable()``, the object does nothing if another package's pass still calls it.
+After ``disable()``, another package's pass may still call the object. The object then does nothing, unless the calling
+thread is inside an ``overlap()`` of its own.
 """
 
 from __future__ import annotations
@@ -80,8 +81,10 @@ def enable(**fields: Any) -> OverlapConfig:
 def disable() -> None:
     """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call.
 
-    Inductor's slots then hold only what others put there, and Inductor's functions are no longer wrapped. Graphs that
-    are already compiled stay as they are. A backward that is not compiled yet gets no overlap, unless
+    On this thread, Inductor's slots then hold only what others put there. On a thread that has already read or assigned
+    a slot, the pass may stay in the slot. Inductor's functions are no longer wrapped.
+
+    Graphs that are already compiled stay as they are. A backward that is not compiled yet gets no overlap, unless
     ``backend="overlap_inductor"`` compiled its forward.
     """
     with _lock:

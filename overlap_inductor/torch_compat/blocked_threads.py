@@ -17,14 +17,14 @@ _NOT_OF_ALL_RANKS = {"monitored_barrier", "send", "recv", "isend", "irecv", "bat
 
 def in_collective(thread: int) -> bool:
     """Whether the thread ``thread`` (``threading.get_ident``) is inside a collective: an op of collectives, or a
-    function of ``torch.distributed``. Sends, receives and ``monitored_barrier`` do not count: gloo counts them
-    differently on each rank."""
+    function of ``torch.distributed``. Sends, receives and ``monitored_barrier`` are no collectives here, because
+    gloo's count of them differs between ranks."""
     frame = sys._current_frames().get(thread)
     for _ in range(_FRAMES):
         if frame is None:
             return False
-        # Up to Python 3.12, reading a frame's locals keeps them alive until the frame returns. Other frames may hold a
-        # tensor that their function deletes to free memory.
+        # Only the locals of an op's call are read. Up to Python 3.12, reading a frame's locals keeps them alive until
+        # the frame returns. Other frames may hold a tensor that their function deletes to free memory.
         if frame.f_code in _CALLS:
             op = frame.f_locals["self"]
             op = op._overloadpacket if isinstance(op, OpOverload) else op

@@ -29,7 +29,7 @@ def compiled_by_inductor() -> list[str]:
 
 def _name(code: CodeType) -> str:
     file = Path(code.co_filename)
-    if file.is_relative_to(Path(torch.__file__).parent):  # Dynamo wraps such a module in a function of its own
+    if file.is_relative_to(Path(torch.__file__).parent):  # torch.nn's modules run in a function of Dynamo
         return "a module of torch.nn"
     name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no qualified name
     return f"{name} ({file.name}:{code.co_firstlineno})"

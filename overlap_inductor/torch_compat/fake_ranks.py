@@ -25,12 +25,12 @@ class RanksError(ConfigError):
 @contextmanager
 def one_process_as(ranks: int, fixed: bool, most: int | None = None) -> Iterator[None]:
     """In this context, every new process group has the ``fake`` backend. This process is rank 0 of the default group,
-    or the ``rank`` that the program passes. The environment variables of ``torchrun`` match. At the end, they are
-    restored and the default group is destroyed.
+    or the ``rank`` that the program passes. The environment variables of ``torchrun`` hold the group's size and rank 0.
+    At the end, the variables are restored and the default group is destroyed.
 
     Args:
         ranks: size of the default group, unless the program passes a ``world_size``.
-        fixed: whether another ``world_size`` raises ``RanksError``.
+        fixed: whether a ``world_size`` other than ``ranks`` raises ``RanksError``.
         most: a larger ``world_size`` raises ``RanksError``. ``None``: no limit.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluates sizes of rewritten nodes without adding guards to the compiled graph."""
+"""Compares symbolic sizes. Only ``decide`` adds guards to the compiled graph."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 @contextmanager
 def without_guards(shape_env: Any | None) -> Iterator[None]:
-    """In this context, a comparison of symbolic sizes adds no guard. The answer is as if nothing were known about the
-    sizes.
+    """In this context, a comparison of symbolic sizes adds no guard. ``guard_or_false`` and ``guard_or_true`` do not
+    look at the sizes of the first call.
 
     Suppressing guards alone is not enough. A chunk of ``s // 8`` rows has one row if the first call has 8 tokens. A
-    fake function could then write 1 into the shape, wrong for later calls.
+    fake function could then write the size 1 into the shape, which is wrong for later calls.
 
     ``shape_env``: the graph's ``ShapeEnv``; ``None`` if all sizes are ints.
     """
@@ -60,5 +60,5 @@ def same_without_floors(a: Any, b: Any) -> bool:
 
 
 def decide(condition: Any) -> bool:
-    """``condition``, a bool or ``SymBool``, for the example's sizes. The answer becomes a guard."""
+    """Decide ``condition``, a bool or ``SymBool``, by the example's sizes. A ``SymBool``'s answer becomes a guard."""
     return bool(condition)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of torch that occur in symbolic sizes, besides sums and products."""
+"""Torch's functions for quotients and remainders of symbolic sizes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ByStorage``: values that belong to the memory of tensors. A tensor that was saved for backward, for example, is a
-new object in the same memory at each call."""
+"""``ByStorage``: a dictionary whose keys are the memory of tensors. Tensor objects cannot be keys: a tensor that was
+saved for backward, for example, is a new object in the same memory at each call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class ByStorage(Generic[T]):
     FSDP2 frees and reallocates the memory of a parameter's storage.
 
     An entry keeps no memory alive. After one of its storages is freed, ``get`` no longer finds the entry, and the next
-    ``put`` drops it. Until then, its weak reference reserves the storage's ``_cdata``. So no new storage has this key.
+    ``put`` drops it. Until then, the entry's weak reference reserves the storage's ``_cdata``, so that no new storage
+    gets it.
     """
 
     def __init__(self) -> None:

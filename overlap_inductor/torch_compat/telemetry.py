@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports a compile where PyTorch's tools look: Dynamo's counters, ``TORCH_TRACE``, ``TORCH_LOGS`` and profiler
-ranges."""
+"""Reports compiles and calls of ops where PyTorch's tools look: Dynamo's counters, ``TORCH_TRACE``, ``TORCH_LOGS`` and
+profiler ranges."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def register_log_name() -> None:
 
 
 def has_handlers_of_others(logger: logging.Logger) -> bool:
-    """Whether a record of ``logger`` reaches a handler that PyTorch did not install. PyTorch gives every registered
-    logger one."""
+    """Whether a record of ``logger`` reaches a handler that PyTorch did not install. PyTorch installs a handler on
+    every registered logger."""
     from torch._logging import _internal
 
     found: logging.Logger | None = logger
@@ -67,8 +67,8 @@ def global_rank() -> int:
 
 
 def in_range(name: str, site_at: int, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``implementation`` of op ``name`` in a profiler range with the site's id. So traces can be joined with the
-    report. ``site_at``: index of the site's id among the op's arguments."""
+    """Wrap ``implementation`` of op ``name`` in a profiler range whose name holds the site's id, as the report does.
+    ``site_at``: index of the site's id among the op's arguments."""
 
     import torch
 

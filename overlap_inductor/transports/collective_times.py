@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times calls that all ranks of a group make together, and measures a collective's time by its bytes."""
+"""Times calls that all ranks of a group make together, and measures how a collective's time depends on its bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device) -> l
     """Seconds of each call on this rank: the median of ``REPEATS`` measurements.
 
     All ranks that the calls communicate with run this together. Put the longest call first: then the host runs ahead of
-    the GPU, and its time is not measured.
+    the GPU, and the host's time is not measured.
     """
     calls[0]()
     if device.type != "cuda":

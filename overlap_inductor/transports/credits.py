@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for credits: a peer's credit allows this rank to write into that peer's workspace."""
+"""Kernels that wait for credits, end a call, or set its results to NaN after an abort. A peer's credit allows this rank
+to write into that peer's workspace."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from overlap_inductor.transports.call_arguments import call_arguments
 
 
 def announced(launch: Launch) -> torch.Tensor:
-    """int32 word ``[1]`` on the device: the value that the call's signals carry. ``credit_kernel`` sets it."""
+    """The int32 tensor ``[1]`` of the value that the call's signals carry. The kernel of ``credit_kernel`` sets the
+    value."""
     return launch.slot.queues[ANNOUNCED : ANNOUNCED + 1]
 
 

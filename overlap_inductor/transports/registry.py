@@ -31,8 +31,8 @@ def register(transport: Transport) -> None:
     Triton.
 
     Raises:
-        TypeError: it does not implement all of any protocol.
-        ValueError: its name is taken, or not an identifier.
+        TypeError: ``transport`` lacks a member of every protocol.
+        ValueError: its name is taken, reserved or not an identifier.
     """
     implemented = [protocol for protocol in PROTOCOLS if isinstance(transport, protocol)]
     if not implemented:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport ``sm_push``: the blocks of one kernel store to the peers, and signal after each part. For small pieces,
-where the fixed costs of copy engines are too high."""
+"""Transport ``sm_push``: the blocks of one kernel store to the peers, and signal after each part. This transport is for
+small pieces, for which the fixed costs of copy engines are too high."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class SmPush:
             "index": transfer.index,
             "first": numbers[0],
             "count": len(numbers),
-            # From the start of one shard to the start of the next. If there are gaps, each shard is one part, and the
-            # kernel stops at the part's end.
+            # The distance from one shard's start to the next one's. If there are gaps between shards, each shard is one
+            # part, and the kernel stops at the part's end.
             "shard_vectors": transfer.step * row_vectors,
             "part_vectors": transfer.part_rows * row_vectors,
             "origin": transfer.origin * row_vectors,

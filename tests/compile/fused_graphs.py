@@ -43,7 +43,7 @@ def trained_gather_site() -> HandGraph:
 
 def summed_scatter_site(biased: int = 0) -> HandGraph:
     """Three matmuls whose results are added, as in the backward of three layers that read one tensor. The last
-    ``biased`` have a bias."""
+    ``biased`` matmuls have a bias."""
     made = HandGraph()
     rows, terms = 24 * made.world_size, []
     for i, inner in enumerate((16, 24, 8)):

@@ -32,7 +32,7 @@ SLOT = pass_slot.SLOT
 
 
 class Noting(custom_graph_pass.CustomGraphPass):
-    """A user's pass that records the value of an Inductor option during the compile."""
+    """A user's pass that records the value of an Inductor option, and how often our pass has run before it."""
 
     def __init__(self, option: str) -> None:
         self.option = option

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autotuning may write a sum of two matmuls as one node. The pass splits it. If the sum is not overlapped, the pass
-fuses it again."""
+"""Autotuning may write a sum of two matmuls as one node. The pass splits this node into two matmuls. If the sum is not
+overlapped, the pass fuses the matmuls again."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def _columns_gathered(rows: int) -> Callable[[HandGraph], fx.Node]:
     ids=["rows", "a row left over", "few rows", "rows scattered", "few scattered", "sub-chunks of rows", "of few rows"],
 )
 def test_pieces_are_large_enough(program: Callable[[HandGraph], fx.Node], status: str) -> None:
-    """Each shard has two sub-chunks. With 129 rows on two ranks, one row is left over. It must not be multiplied alone,
-    and sub-chunks of gathered columns must have more than 16 rows."""
+    """Each shard has two sub-chunks, each of which must have more than 16 rows. With 129 rows on two ranks, one row is
+    left over, and must not be multiplied alone. If columns are gathered, a sub-chunk has half of the rows."""
     with fake_group(2):
         made = HandGraph()
         (site,) = made.output(program(made)).run(sub_chunks=2).sites

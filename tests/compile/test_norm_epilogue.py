@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual add and RMSNorm after an all-reduce: which graphs hold one, and which chains are refused."""
+"""Finds the residual add and the RMSNorm after an all-reduce. A chain that is only similar must not be found."""
 
 from __future__ import annotations
 

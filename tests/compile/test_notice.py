@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If only environment variables switch overlap on, rank 0 prints one line for each graph with a collective. It does so
-again if the graphs come from a cache."""
+"""If only environment variables switch overlap on, rank 0 prints one line for each graph with a collective. Graphs from
+a cache have a line, too."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def test_one_line_by_default_and_with_torch_logs_also_from_a_cache(inductor_base
     assert again == line.split("; report")[0] + f" [from cache]; report: {written}" and (tmp_path / written).is_file()
     assert lines(inductor_base, tmp_path, rank=1) == []
     assert lines(inductor_base, tmp_path, OVERLAP_INDUCTOR_NOTICE="off") == []
-    # Nothing else is compiled anew: all runs have one cache.
     first, second = lines(inductor_base, tmp_path, TORCH_LOGS="overlap_inductor")
     assert f"] {LINE}" in first and "] graph 1_0 inference: 0 sites found" in second
     assert lines(inductor_base, tmp_path, TORCH_LOGS="-overlap_inductor") == []

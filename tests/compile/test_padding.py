@@ -45,7 +45,7 @@ QUICK = (
     "scatter uneven rows",
     "gathered output",
 )
-"""One case of each pattern and layout."""
+"""The cases that ``make test`` runs: some of each pattern."""
 
 
 @pytest.mark.parametrize("repeats", [False, pytest.param(True, marks=pytest.mark.thorough)])

@@ -38,7 +38,7 @@ def test_site_is_found(name: str) -> None:
     ],
 )
 def test_other_schedules_refuse(name: str) -> None:
-    """Otherwise these schedules would drop the op, for example the norm of the gathered tensor."""
+    """A schedule that cannot compute the op must refuse the site. Otherwise it would drop the op."""
     schedules = ("fused", "chunked", "wave_groups", "small_message")
     with fake_group(2), torch.no_grad():
         found = reports_by_fields(

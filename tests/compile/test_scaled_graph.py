@@ -234,8 +234,8 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
         made_fp8_behind_the_gather,
         "the collective gathers torch.bfloat16, which is cast to torch.float8_e4m3fn after it",
     )
-    yield "weight in rows", weight_in_rows, "strides [48, 1]; expected columns of whole 16-byte words"
-    yield "weight with gaps", weight_with_gaps, "strides [1, 40]; expected columns of whole 16-byte words"
+    yield "weight in rows", weight_in_rows, "strides [48, 1]; expected contiguous columns, which start a multiple"
+    yield "weight with gaps", weight_with_gaps, "strides [1, 40]; expected contiguous columns, which start a multiple"
     yield "fp32 sums", sums_of_fp32, "partial sums of torch.float32"
     yield "odd K", lambda: gather_site(inner=24), "rows of 24 and of 48 elements"
     yield "odd N", lambda: gather_site(columns=40), "rows of 32 and of 40 elements"

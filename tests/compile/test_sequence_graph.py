@@ -30,7 +30,7 @@ ON_RANKS = [
 ]
 """``(number of ranks, block)``. The block's reports and graphs are compared between the first and the last rank."""
 REPEATED = [(2, "llama trained"), (2, "positions"), (2, "uneven"), (3, "llama"), (8, "llama trained"), (8, "dynamic")]
-"""``make test`` compares the golden files with the last of 2 ranks, and ``make test-thorough`` also with the first."""
+"""Thorough tests only: ``test_golden`` checks the graphs of these blocks on the last of 2 ranks."""
 
 
 def reports(name: str, world_size: int, rank: int = 0) -> list[OverlapReport]:

@@ -182,8 +182,8 @@ def test_auto_takes_groups_of_waves_if_peers_are_out_of_reach(
 
 
 def test_peers_are_out_of_reach_only_within_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check ignores ranks on other machines. If NVLink joins four GPUs in pairs, the peers within a pair are within
-    reach."""
+    """If ranks are on two machines, ``without_peers`` is false. If NVLink joins four GPUs in pairs, the peers within a
+    pair are within reach."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
     symmetric._all_cut_off.cache_clear()

@@ -47,7 +47,7 @@ def exchange(report: OverlapReport) -> list[Any]:
 
 
 BUDGETS: dict[str, dict[str, Any]] = {
-    "unrolled": {},
+    "unrolled": {"sub_chunks": 2},
     "looping": {"step_node_budget": 1},
     "some of each": {"step_node_budget": 60},
 }

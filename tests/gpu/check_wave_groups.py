@@ -55,8 +55,8 @@ def site(
 
 
 def numbers(rank: int, world_size: int) -> list[str]:
-    """Compare results with fp64. Some sizes are not multiples of a tile. Partitions are given or measured. Some calls
-    add a bias or average. Returns the problems."""
+    """Compare results with fp64. Some sizes are not multiples of a tile. Partitions are given or chosen by the
+    predictor. Some calls add a bias, and some average. Returns the problems."""
     problems = []
     for pattern in PATTERNS:
         for rows, inner, columns, settings in [
@@ -93,8 +93,8 @@ def numbers(rank: int, world_size: int) -> list[str]:
 
 
 def sites(rank: int, world_size: int) -> list[Repeated]:
-    """Sites after one call, with the result of a second call. Every second site has many groups of waves, so that many
-    waiting kernels run beside its matmul."""
+    """Sites that were called once, each with the result of its second call. Every second site has many groups of waves.
+    So many waiting kernels run beside its matmul."""
     made: list[Repeated] = []
     for rows in (2048, 3000 // world_size * world_size):
         for pattern in PATTERNS:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a few small calls of all schedules except ``ring``, for compute-sanitizer. The exit status is 1 if a result was
-wrong.
+"""Makes a few small calls of the schedules of ``tests.gpu.check_stress``, for compute-sanitizer. The exit status is 1
+if a result was wrong.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all \\
         torchrun --nproc-per-node 2 -m tests.gpu.sanitize_case [--schedules fused] [--ranks-share-gpus]
@@ -33,7 +33,7 @@ from tests.gpu.stress_sites import Shape
 PATIENCE_SECONDS = 7200.0
 """Timeout of the groups and of waits in kernels."""
 SHAPES = (Shape(512, 8, 128, 264), Shape(304, 16, 72, 136))
-"""On 2 ranks, each shard has two bands. Not all sizes are multiples of a tile."""
+"""On 2 ranks, a shard is large enough for two bands. Not all sizes are multiples of a tile."""
 CALLS = 6
 """Calls of each variant, drawn from two sites."""
 

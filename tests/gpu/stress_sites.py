@@ -33,8 +33,8 @@ from tests.gpu.stress_variants import Variant
 define_ops()
 
 INPUTS = 3
-"""The number of left operands of each shape. It is odd because calls use a slot's two halves in turn. With two
-operands, each half would always get the same operand, and stale rows would not be found."""
+"""The number of left operands of each shape. It is odd, because calls of schedule ``small_message`` use a slot's two
+halves in turn. With two operands, each half would always get the same operand, and stale rows would not be found."""
 LIMIT = 2**33
 TOLERANCE = 2e-2
 """The largest error that is allowed, relative to the largest element."""
@@ -55,7 +55,7 @@ class Shape:
 
 
 SHAPES = (Shape(1024, 64), Shape(640, 24))
-"""The tokens of both are multiples of 8. In the second shape, a shard's rows are not a multiple of a tile."""
+"""The tokens of both shapes are multiples of 8. In the second shape, a shard's rows are not whole tiles."""
 
 
 @dataclass(frozen=True)

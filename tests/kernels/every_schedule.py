@@ -41,8 +41,8 @@ class Call:
     """A call of a schedule.
 
     Attributes:
-        run: ``run(launch, value)`` makes the call on matrices full of ``value`` and of ones. All ranks pass one
-            ``value``. Every element of the result is ``right(value, world_size)``.
+        run: ``run(launch, value)`` makes the call on matrices full of ``value`` and of ones. All ranks pass the
+            same ``value``. Every element of the result is ``right(value, world_size)``.
         gathers: whether ``right`` does not depend on the number of ranks, as for a gather or an all-to-all.
     """
 
@@ -70,7 +70,7 @@ def _fused(pattern: str, parameters: FusedParameters = FUSED) -> Call:
 
 def _with_gathered(run: Callable[[torch.Tensor, torch.Tensor, Launch], Sequence[torch.Tensor]]) -> Call:
     """A gather that also returns the gathered tensor, times 16. Each element of the product is a sum of 16 equal terms,
-    so all elements are equal."""
+    so all elements of both tensors are equal."""
 
     def both(launch: Launch, value: float) -> torch.Tensor:
         product, gathered = run(*_operands(GATHER, launch, value), launch)

@@ -31,7 +31,7 @@ def run_ranks(
     Fails if a rank does not end in time, or if the ranks' exit statuses are not ``ends``. By default, all statuses must
     be 0. A status ``-n`` means signal ``n``.
     """
-    # A forked process has no threads of its parent. A matmul in the parent's thread pool would wait forever.
+    # A forked process has no threads of its parent. A rank's matmul would wait forever for the parent's thread pool.
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=function, args=(r, *args)) for r in range(world_size)]

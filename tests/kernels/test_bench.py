@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the operator bench in Triton's interpreter, with schedules of one op. A wrong result must end the bench."""
+"""Runs the operator bench in Triton's interpreter, with schedules that compute a site in one op. A wrong result must
+end the bench."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs schedule ``chunked`` on processes that share memory, with its kernels in Triton's interpreter.
 
-Without streams, work runs in the order of its launch. So before a call waits, it must have sent its peers' rows.
+Without streams, work runs in the order of its launch. So before a call waits, it must have sent the rows for its peers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 @dataclass(frozen=True)
 class Case:
     """``CALLS`` calls in one slot. If the number of chunks is given, each call has one chunk more than the call before.
-    Sites with different numbers of chunks share a slot, so flags must keep their meaning.
+    The flags of one slot must serve any number of chunks, because sites with different numbers share a slot.
 
     Attributes:
         rows: rows of a shard.
@@ -262,7 +262,8 @@ def test_credits_are_awaited_on_the_stream_of_the_matmuls(
 
 
 def test_the_gathered_tensor_is_copied_during_the_last_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last matmul hides the copy: it starts after the wait for the last rows and before the last matmul."""
+    """The last matmul must hide the copy. So the copy starts after the wait for the last rows, and before the last
+    matmul."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     plain_hand_out, plain_wait = gather_launch._hand_out, gather_launch.wait_kernel
 
@@ -311,8 +312,8 @@ def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, w
 
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -> None:
-    """If its peers never come, an all-reduce must not signal finished rows. Neither must a second call that was queued
-    before the host saw the timeout: a peer may wait for that call's number."""
+    """An all-reduce whose peers never come must not signal finished rows. A second call may be queued before the host
+    sees the timeout. It must not signal finished rows either, because a peer may wait for the second call's number."""
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch, p = workspace.launch(0, patience_ns=20_000), replace(SMALL, transport=transport, chunks=2, bands=3)
     a, matmul, out = torch.ones(72, 32).half(), VendorMatmul(torch.ones(32, 16).half()), torch.empty(72, 16).half()
@@ -353,7 +354,8 @@ def test_no_rows_are_signalled_before_the_peer_has_read(transport: str) -> None:
 
 
 def test_a_matmul_that_fails_aborts_the_group() -> None:
-    """A failed matmul's rows are not sent, and peers wait for them. So the group is aborted."""
+    """If a matmul fails, its rank does not finish the call, and peers may wait for this rank. So the group is
+    aborted."""
     launch = SharedWorkspace.of(2, 20_000, 4).launch(0, patience_ns=20_000)
     with pytest.raises(RuntimeError):
         gather_launch.all_gather_matmul(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epilogues: each op against torch's op, and fused kernels with epilogues against fp64. Ranks are processes that share
-memory. Kernels run in Triton's interpreter."""
+"""Compares each op of epilogues with torch's op, and compares fused kernels with epilogues with fp64. Ranks are
+processes that share memory. Kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_an_invalid_program_becomes_no_code(program: Any) -> None:
     ],
 )  # fmt: skip
 def test_a_line_that_no_epilogue_needs_is_rejected_in_generated_source(line: str) -> None:
-    """``check_source`` must reject code that is not part of an epilogue, even from ``source_of``."""
+    """``check_source`` must reject code that no epilogue needs, even in a source that ``source_of`` made."""
     own = kernels.source_of((((), (("neg", "x"),)),))
     kernels.check_source(own)
     with pytest.raises(ValueError, match="which no epilogue needs"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls are counted modulo 2**32. Schedules must go on when the count wraps around. A flag that was last set 2**31
-calls ago must count as not set."""
+"""Calls are counted modulo 2**32. Schedules must go on when the count wraps around. A flag that was last set more
+than 2**31 calls ago must count as not set."""
 
 from __future__ import annotations
 

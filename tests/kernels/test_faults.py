@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A peer is late, skips a call or is killed. The other rank must wait, or raise an error that names site, group and
-peer. If it only replays kernels, the watchdog must end it. Ranks are processes that share memory."""
+peer. The watchdog must end a rank that only replays kernels. Ranks are processes that share memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _peer_skips(rank: int, workspace: SharedWorkspace, pattern: str, finished: t
         return
     while not int(finished[0]):
         time.sleep(0.01)
-    # Rank 1 made no second call before rank 0 gave up. So its second call raises.
+    # Rank 1 made no second call before rank 0 gave up. So the second call of rank 1 raises.
     missed = f"site some site of group 'tp' timed out waiting for {PATTERNS[pattern][0]} from rank 1"
     with pytest.raises(TransferError, match=f"rank 0 gave up first: {missed}: expected call 2, saw call 1"):
         _call(pattern, launch)

@@ -30,7 +30,7 @@ CALLS = 3
 @dataclass(frozen=True)
 class Case:
     """``CALLS`` calls in one slot. Each call has one band and one piece more than the call before. Sites with different
-    numbers of bands share a slot, so flags must keep their meaning.
+    numbers of bands may share a slot, so a slot's flags must serve calls with any number of bands.
 
     Attributes:
         rows: rows of a shard.
@@ -187,8 +187,8 @@ def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: 
 
 @pytest.mark.parametrize("pattern", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_nothing_is_written_without_a_credit(pattern: str) -> None:
-    """A peer is still in its previous call, so it has given no credit. This rank must not write into that workspace,
-    even if it has all signals for which its call waits."""
+    """A peer is still in its previous call, so it has given no credit. This rank must not write into the peer's
+    workspace, even if it has all signals for which its call waits."""
     workspace = SharedWorkspace.of(2, 20_000, 4)
     launch = workspace.launch(0, patience_ns=20_000)
     launch.slot.calls.fill_(1)

@@ -37,7 +37,8 @@ class Case:
     """``CALLS`` calls in one slot. Each call has one band more than the call before.
 
     Attributes:
-        rows, columns, inner: rows of a slice, columns of the result, and K.
+        rows, columns, inner: rows of a slice, columns of the result, and K. In a contraction, ``inner`` is the part of
+            K in one slice.
         by_columns: a slice consists of columns of the product.
         in_rows: the right operand is row-major, not transposed.
         two: the received rows are read after the kernel. Except in a contraction, a second weight also multiplies them.

@@ -125,7 +125,12 @@ def test_schedule_chunked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "world_size"), [("chunked", 3), pytest.param("fused", 2, marks=pytest.mark.thorough), ("fused", 3)]
+    ("schedule", "world_size"),
+    [
+        ("chunked", 2),
+        ("fused", 3),
+        *(pytest.param(*p, marks=pytest.mark.thorough) for p in (("chunked", 3), ("fused", 2))),
+    ],
 )
 def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
     """Exchanges of rows and of columns, before and after a matmul, with and without a permute."""
@@ -135,7 +140,8 @@ def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "world_size"), [("chunked", 3), pytest.param("fused", 2, marks=pytest.mark.thorough), ("fused", 3)]
+    ("schedule", "world_size"),
+    [("chunked", 2), ("fused", 2), *(pytest.param(s, 3, marks=pytest.mark.thorough) for s in ("chunked", "fused"))],
 )
 def test_exchanges_of_a_contracted_dim(tmp_path: Path, schedule: str, world_size: int) -> None:
     """Each slice must be multiplied once, by the rows of the right operand that belong to it."""

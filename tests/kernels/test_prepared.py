@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PreparedKernel`` takes a launch's tensors in an order of names, and must pass each to the parameter of its name."""
+"""``PreparedKernel`` takes the tensors of a launch in a given order of names. It must pass each tensor to the parameter
+of that name."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _signed(numbers: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("call", [0, 1, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1])
 def test_a_flag_is_reached_if_it_equals_the_target_or_is_a_little_ahead(call: int) -> None:
     """The comparison must be right at any count of calls. A flag last set 2**31 calls ago has not reached the target.
-    If no rank may go on, a copy engine sends ``NOBODY`` plus the call's number, which never reaches the target."""
+    After an abort, a copy engine sends ``NOBODY`` plus the call's number, which must not reach the target."""
     ahead = [0, 1, WINDOW - 1, -1, -(2**31), -(2**31) - 5, NOBODY.value, WINDOW]
     found = torch.zeros(16, dtype=torch.int32)
     compare[(8,)](_signed([call + n for n in ahead]), _signed([call] * 8), found)

@@ -162,8 +162,8 @@ LATE = {
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_rank_that_reads_late_gets_the_rows_of_its_own_call(name: str) -> None:
-    """Before its last read, the late rank has sent its peers everything. So the peers are in their next call, which
-    writes to the other half of the workspace."""
+    """Before its last read, the late rank has sent all that its peers wait for. So the peers may be in their next call,
+    which writes to the other half of the workspace."""
     _check(LATE[name], _late_rank)
 
 

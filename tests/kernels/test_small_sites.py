@@ -66,8 +66,8 @@ def _check(rank: int, world_size: int, folder: str, dynamic: bool) -> list[str]:
     if any(p[0].schedule != "small_message" for p in plans) or not plans:
         problems.append(f"{plans}")
     fused = [r.after.count("small_message_matmul_all_reduce_norm.default(") for r in reports]
-    # With a dynamic token count, the kernel computes no norm. torch compiles another graph for one row. There the count
-    # is static, so the kernel computes both norms.
+    # With a dynamic token count, the kernel computes no norm. torch compiles another graph for one row. In this graph,
+    # the count is static, so the kernel computes both norms.
     if fused != ([0, 2] if dynamic else [2]):
         problems.append(f"{fused} norms computed in the all-reduce's kernel")
     if any("_c10d_functional" in r.after for r in reports) or (not dynamic and "rsqrt" in reports[0].after):

@@ -5,7 +5,7 @@ return NaN.
 One process acts as both ranks, in Triton's interpreter:
 
 1. Rank 1 sends and signals its rows of one call.
-2. Before rank 0 reads them, rank 1 begins its next call. Its wait for a credit times out, but its copy engine still
+2. Before rank 0 reads them, rank 1 begins its next call. Rank 1's wait ends without a credit, but its copy engine still
    copies.
 """
 

@@ -137,8 +137,8 @@ def _check_saved(lookups: Lookups, table: int, of_index: torch.Tensor, sizes: to
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_fp64_and_the_order_of_torch(name: str) -> None:
-    """Results in fp32 and fp16 are bitwise equal to fp32 sums in the order of the indices. All results are close to
-    fp64 and to torch's op."""
+    """Results in fp32 and fp16 are bitwise equal to fp32 sums in the order of the indices, rounded once. All results
+    are close to fp64 and to torch's op."""
     case = CASES[name]
     out = shared(CALLS, case.world_size, case.bags * case.tables * case.width, dtype=case.dtype, fill=float("nan"))
     run_ranks(case.world_size, _rank, SharedWorkspace.of(case.world_size, *case.need), out, case)
@@ -184,7 +184,7 @@ def test_plain_rows_keep_the_sign_of_zero() -> None:
 
 def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call copies changed facts, for example the tables' addresses, to the device. If the copy fails, the next call
-    must copy them again. Otherwise it would read the facts of an older call."""
+    must copy them again. Otherwise the next call would read the facts of an older call."""
     launch = SharedWorkspace.of(2, *Case().need).launch(0)
     _on_device([1, 2], launch)
 
@@ -199,7 +199,7 @@ def test_facts_that_were_not_copied_are_copied_by_the_next_call(monkeypatch: pyt
 
 @contextmanager
 def _with_asserts() -> Iterator[None]:
-    """Set the interpreter's option ``debug``. Without it, the interpreter drops asserts, as Triton does on a GPU."""
+    """Set the interpreter's option ``debug``, as ``look_up`` does for a GPU. Without ``debug``, asserts are dropped."""
     from triton.runtime import interpreter
 
     before = interpreter.interpreter_builder.options

@@ -15,7 +15,8 @@ from tests.support.hugging_face_problems import problems
 @pytest.mark.parametrize(
     ("family", "trains"),
     [
-        ("llama", True),
+        # (Thorough only, because ``test_sizes_that_the_group_does_not_divide`` trains a Llama of one layer.)
+        pytest.param("llama", True, marks=pytest.mark.thorough),
         pytest.param("starcoder2, one layer", False, marks=pytest.mark.thorough),
         pytest.param("cohere, one layer", False, marks=pytest.mark.thorough),
         pytest.param("olmo2, one layer", True, marks=pytest.mark.thorough),
@@ -31,12 +32,12 @@ def test_family(family: str, trains: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "world_size", "trains", "generated"),
     [
-        ("llama, odd vocabulary", 2, False, False),
+        ("llama, odd vocabulary", 2, True, False),
         pytest.param("llama, odd vocabulary", 2, True, True, marks=pytest.mark.thorough),
         pytest.param("llama, odd vocabulary, ffn of 50", 3, True, False, marks=pytest.mark.thorough),
     ],
     ids=[
-        "vocabulary of 101 on 2 ranks",
+        "vocabulary of 101 on 2 ranks, trained",
         "vocabulary of 101 on 2 ranks, trained, generated code",
         "vocabulary of 101 and ffn of 50 on 3 ranks",
     ],

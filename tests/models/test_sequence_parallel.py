@@ -33,7 +33,7 @@ CASES = {
 
 
 FEW = ("llama", "cohere")
-"""The families that run in every test. Cohere computes attention and MLP in parallel."""
+"""The families that ``make test`` runs. Cohere computes attention and MLP in parallel."""
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ ranks. (In a ring of an even number of ranks, both directions meet at one rank.)
     "world_size, fields, dtype, names, generated",
     [
         pytest.param(2, {}, torch.float32, None, False, marks=pytest.mark.thorough),
-        (2, {}, torch.float32, GENERATED, True),
+        (2, {"sub_chunks": 2}, torch.float32, GENERATED, True),
         pytest.param(2, {}, torch.float32, MORE_GENERATED, True, marks=pytest.mark.thorough),
         pytest.param(3, {}, torch.bfloat16, SAMPLE, False, marks=pytest.mark.thorough),
         (
@@ -160,7 +160,7 @@ ranks. (In a ring of an even number of ranks, both directions meet at one rank.)
             ),
             marks=pytest.mark.thorough,
         ),
-        (4, {"ring_direction": "bidirectional", "sub_chunks": 3}, torch.bfloat16, [*SAMPLE[::4], ROWS_LEFT], False),
+        (4, {"ring_direction": "bidirectional", "sub_chunks": 2}, torch.bfloat16, [*SAMPLE[::5], ROWS_LEFT], False),
     ],
     ids=[
         "2 ranks",
@@ -193,7 +193,7 @@ DYNAMIC_GENERATED = {
 }
 
 
-HOPS = {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 3}
+HOPS = {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}
 
 
 def _is_generated(name: str) -> bool:
@@ -260,7 +260,7 @@ def _dynamic(
 @pytest.mark.parametrize(
     ("world_size", "fields", "generated", "which"),
     [
-        (2, {}, True, _is_generated),
+        (2, {"sub_chunks": 2}, True, _is_generated),
         (3, HOPS, False, _is_not_generated),
         pytest.param(3, HOPS, False, _is_generated, marks=pytest.mark.thorough),
     ],

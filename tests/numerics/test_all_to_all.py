@@ -162,8 +162,8 @@ def test_drawn_layers(world_size: int, examples: int) -> None:
 
 
 def _bit_for_bit(rank: int, world_size: int, budget: int) -> list[str]:
-    """The names of the layers whose result differs in any bit from the expected one. To get the expected result, run
-    the matmuls slice by slice, and one collective."""
+    """The names of the layers whose result differs in any bit from the expected one. Matmuls that run slice by slice,
+    and one collective, give the expected result."""
     config = OverlapConfig(schedule="ring", sub_chunks=1, step_node_budget=budget)
     torch.manual_seed(rank)
     x, w = torch.randn(24 * world_size, 16), torch.randn(16, 16 * world_size)

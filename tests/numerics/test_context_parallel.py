@@ -152,7 +152,7 @@ def _lengths(rank: int, world_size: int) -> list[str]:
             given = {"is_causal": True} if mask is True else {"attn_mask": mask}
             return torch.nn.functional.scaled_dot_product_attention(q, gathered(k, 2), gathered(v, 2), **given)
 
-        config = OverlapConfig(schedule="ring", sequence_parallel="off")
+        config = OverlapConfig(schedule="ring", sub_chunks=2, sequence_parallel="off")
         call = torch.compile(layer, backend=interpreted(config, reports), dynamic=True, fullgraph=True)
         for own in (12, 5):
             problem = _Problem(rank, world_size, mask, torch.float32, (3, 4, 1, own), layer)
@@ -169,7 +169,8 @@ def test_symbolic_lengths() -> None:
 
 
 def _emulated(kernel: str) -> Callable[..., Any]:
-    """CUDA's attention op ``kernel``, emulated on the CPU. Elements that the op does not define are NaN."""
+    """CUDA's attention op ``kernel``, emulated on the CPU. Elements that the op does not define are NaN or
+    infinite."""
 
     def attention(
         q: torch.Tensor,
@@ -228,7 +229,7 @@ def _gpu_ops(rank: int, world_size: int) -> list[str]:
         problem = _Problem(rank, world_size, mask, torch.float32, (2, 2, 1, own), layer, scale=0.5)
         torch._dynamo.reset()
         reports: list[OverlapReport] = []
-        backend = interpreted(OverlapConfig(schedule="ring", sequence_parallel="off"), reports)
+        backend = interpreted(OverlapConfig(schedule="ring", sub_chunks=2, sequence_parallel="off"), reports)
         error = problem.error(torch.compile(layer, backend=backend, dynamic=False, fullgraph=True))
         if _statuses(reports) != [(PATTERN, "overlapped")] or not error <= 1e-5:
             problems.append(f"{kernel} {mask}: error {error}, {_statuses(reports)}")
@@ -254,7 +255,7 @@ def _compiled(rank: int, world_size: int) -> list[str]:
         problem = _Problem(rank, world_size, mask, dtype, (2, 4, 2, 32), heads_first)
         plain = problem.error(heads_first)
         before = len(all_reports())
-        with overlap_inductor.overlap(schedule="ring", sequence_parallel="off"):
+        with overlap_inductor.overlap(schedule="ring", sub_chunks=2, sequence_parallel="off"):
             error = problem.error(torch.compile(_layer, dynamic=False))
         if _statuses(all_reports()[before:]) != [(PATTERN, "overlapped")]:
             problems.append(f"{mask}: {_statuses(all_reports()[before:])}")

@@ -137,11 +137,11 @@ def _switched_off_on_one(rank: int, world_size: int) -> tuple[str, str, float]:
 
 
 def test_switched_off_on_one_rank() -> None:
-    """Overlap is off on rank 1, so it publishes no plan. Rank 0 must raise an error at its deadline. It must not send
-    to rank 1, which waits in another collective."""
+    """Overlap is off on rank 1, so rank 1 publishes no plan. Rank 0 must raise an error at its deadline. Rank 0 must
+    not send to rank 1, which waits in another collective."""
     on, off = run_ranks(2, _switched_off_on_one)
     assert on[0] == "AgreementError" and "rank 1 published no plan" in on[1] and on[2] < 60
-    # No peer takes part in rank 1's all-gather. So it fails at the group's timeout, or when rank 0 ends.
+    # No peer takes part in rank 1's all-gather. So the all-gather fails at the group's timeout, or when rank 0 ends.
     assert off[0] != "ok"
 
 
@@ -268,7 +268,7 @@ def _edges(rank: int, world_size: int) -> list[str]:
         torch._dynamo.reset()
         reports: list[OverlapReport] = []
         value = make(x)
-        backend = interpreted(OverlapConfig(schedule="ring"), reports)
+        backend = interpreted(OverlapConfig(schedule="ring", sub_chunks=2), reports)
         results = torch.compile(all_of_them, backend=backend, dynamic=False)(value, *weights)
         for (name, function), weight, found in zip(functions.items(), weights, results, strict=True):
             exact = function(value.double(), weight.double())

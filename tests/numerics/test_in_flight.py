@@ -73,8 +73,8 @@ def test_transfers_are_in_flight_while_matmuls_run() -> None:
         for matmul in gather["aten::mm"][:-1]:
             assert _under(matmul, gather["gloo:recv"]) and _under(matmul, gather["gloo:send"]), trace
         assert not _under(gather["aten::mm"][-1], gather["gloo:recv"])
-        # Scatter: the rank computes 2 x 2 partial sums for other ranks. Then it computes the sum of its own shard, in
-        # two parts or as a whole. Sends are in flight during every matmul but the first.
+        # Scatter: the rank computes 2 x 2 partial sums for other ranks. Then it computes the partial sum of its own
+        # shard, in two parts or as a whole. Sends are in flight during every matmul but the first.
         assert len(scatter["aten::mm"]) >= 5 and len(scatter["gloo:send"]) == 4
         for matmul in scatter["aten::mm"][1:]:
             assert _under(matmul, scatter["gloo:send"]), trace

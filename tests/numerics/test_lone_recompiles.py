@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank alone recompiles its graph, and the new graph exchanges other data.
+"""One rank alone recompiles its graph. The new graph may exchange other data than the old one.
 
-The ranks compare their plans as for graphs on GPUs: on the call page of their group. The page is memory that ranks of
-one machine share. The usual comparison of graphs on CPUs, through the store at every call, is switched off.
+The ranks compare their plans as for graphs on GPUs. If they share memory, they compare plans on the *call page* of the
+group, which is in this memory. The usual comparison for graphs on CPUs, through the store at every call, is switched
+off.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import overlap_inductor
 from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.runtime import agreement
 from overlap_inductor.runtime import call_board
@@ -26,6 +26,8 @@ from overlap_inductor.runtime.call_state import state_of
 from overlap_inductor.torch_compat.distributed import group_store
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from tests.support.differing_ranks import UNROLLED
+from tests.support.differing_ranks import ring
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.heard import Heard
@@ -81,12 +83,12 @@ def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, fol
             if not error < 1e-5:
                 problems.append(f"{when}: {name} off by {error:.3g}")
 
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
+    with ring(agreement_timeout=TIMEOUT):
         first = torch.compile(function, dynamic=False)
         for _ in range(3):
             check(first, "at first")
     agreed, alone = len(heard.texts), rank == world_size - 1
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **(change if alone else {})):
+    with ring(agreement_timeout=TIMEOUT, **(change if alone else {})):
         torch._dynamo.eval_frame.remove_from_cache(function) if alone else None
         second = torch.compile(lambda *args: function(*args), dynamic=False) if alone else first
         for _ in range(2):
@@ -125,14 +127,14 @@ def test_all_ranks_run_the_plain_program(world_size: int, change: dict[str, Any]
 
 
 def test_a_recompile_to_the_same_exchange_gives_no_warning() -> None:
-    for result in run_ranks(2, _alone, {"step_node_budget": 1}, False, ""):
+    for result in run_ranks(2, _alone, UNROLLED, False, ""):
         assert result["problems"] == [] and result["warnings"] == [] and all(result["pages"]), result
 
 
 def test_ranks_without_memory_in_common_run_without_a_call_page(tmp_path: Path) -> None:
     """The ranks share no memory, as on several machines. Results must be right without a call page and without a
     warning. No file may be left."""
-    for result in run_ranks(2, _alone, {"step_node_budget": 1}, False, str(tmp_path)):
+    for result in run_ranks(2, _alone, UNROLLED, False, str(tmp_path)):
         assert result["problems"] == [] and result["warnings"] == [] and not any(result["pages"]), result
     assert [list(own.iterdir()) for own in tmp_path.iterdir()] == [[], []]
 
@@ -180,7 +182,7 @@ def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     def reduced(x: torch.Tensor) -> torch.Tensor:
         return all_reduce(torch.relu(x), "sum", dist.group.WORLD)
 
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=8):
+    with ring(agreement_timeout=8):
         overlapped = torch.compile(lambda x, w: all_reduce(x @ w, "sum", dist.group.WORLD), dynamic=False)
         kept = torch.compile(reduced, dynamic=False)
         found = [overlapped(x, w), kept(x)]
@@ -274,8 +276,8 @@ def _differs_for_long(rank: int, world_size: int) -> list[int]:
 
 
 def test_reasons_of_old_verdicts_do_not_stay_in_the_store() -> None:
-    """A verdict says whether the ranks overlap a call. Its reason does not fit on the page, so it is in the store.
-    Reasons of old calls must be deleted."""
+    """A verdict says whether the ranks overlap a call. The reason for a verdict does not fit on the page, so the ranks
+    write it to the store. Reasons of old calls must be deleted."""
     for _, first, second in run_ranks(2, _differs_for_long, timeout=120):
         assert second - first < call_store.KEPT_CALLS, (first, second)
 

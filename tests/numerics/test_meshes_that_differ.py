@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import overlap_inductor
 from tests.support.differing_ranks import block_on_a_mesh
 from tests.support.differing_ranks import counts
 from tests.support.differing_ranks import inputs_of
+from tests.support.differing_ranks import ring
 from tests.support.differing_ranks import wrong
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
@@ -26,7 +26,7 @@ def _mesh(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str,
     compile_anew(kernels=False)
     function = block_on_a_mesh()
     heard, inputs = Heard(), inputs_of(rank)
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
+    with ring(agreement_timeout=TIMEOUT, **fields[rank]):
         compiled = torch.compile(function, dynamic=False)
         problems = [p for _ in range(2) for p in wrong(compiled(*inputs), function, inputs)]
     return {"problems": problems, "warnings": heard.texts, "counts": counts()}
@@ -44,8 +44,8 @@ def test_a_difference_reaches_all_ranks_of_a_mesh(differs: bool) -> None:
 
 
 def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
-    """On a 2 x 2 mesh, the ranks of one row have no memory for their workspace. Rings need none, so the failure is
-    simulated."""
+    """On a 2 x 2 mesh, the ranks of one row have no memory for their workspace. Rings need no workspace, so the
+    failure is simulated."""
     from overlap_inductor.inductor import compared_call
 
     compile_anew(kernels=False)
@@ -55,7 +55,7 @@ def _without_memory(rank: int, world_size: int) -> dict[str, Any]:
         made(self, inputs) or ("rank 3 has no memory left" if rank > 1 else "")
     )  # type: ignore[method-assign]
     heard, inputs = Heard(), inputs_of(rank)
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
+    with ring(agreement_timeout=TIMEOUT):
         compiled = torch.compile(function, dynamic=False)
         problems = [p for _ in range(2) for p in wrong(compiled(*inputs), function, inputs)]
     return {"problems": problems, "warnings": heard.texts, "counts": counts()}

@@ -17,11 +17,13 @@ import overlap_inductor
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.differing_ranks import UNROLLED
 from tests.support.differing_ranks import block
 from tests.support.differing_ranks import block_on_a_mesh
 from tests.support.differing_ranks import compare_as_on_gpus
 from tests.support.differing_ranks import counts
 from tests.support.differing_ranks import inputs_of
+from tests.support.differing_ranks import ring
 from tests.support.differing_ranks import wrong
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
@@ -31,7 +33,7 @@ TIMEOUT = 60
 
 
 def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run ``_once``, but compare plans as graphs on GPUs do, not through the store at every call."""
+    """Run ``_once``. The ranks compare plans as for graphs on GPUs, and not through the store at every call."""
     compare_as_on_gpus()
     return _once(rank, world_size, fields)
 
@@ -66,7 +68,7 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
         torch._inductor.config.fallback_by_default = True
     heard, inputs, begun = Heard(), inputs_of(rank), time.monotonic()
     try:
-        with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
+        with ring(agreement_timeout=TIMEOUT, **fields[rank]):
             compiled = torch.compile(block, dynamic=False)
             problems = wrong(compiled(*inputs), block, inputs)
             problems += wrong(compiled(*inputs), block, inputs)
@@ -129,7 +131,7 @@ def test_strict_raises_on_every_rank_that_overlaps() -> None:
 def test_different_node_budgets_exchange_the_same() -> None:
     """One rank may run unrolled steps while another runs looping ops. Ranks compare only the data that they
     exchange."""
-    for result in run_ranks(2, _once, [{"step_node_budget": 1}, {}]):
+    for result in run_ranks(2, _once, [UNROLLED, {}]):
         assert result["problems"] == [] and result["warnings"] == [] and result["counts"]["sites_overlapped"] == 2, (
             result
         )
@@ -155,9 +157,7 @@ def _cut_otherwise(rank: int, world_size: int) -> list[str]:
         generator = torch.Generator().manual_seed(rank)
         inputs = [torch.randn(s, generator=generator) for s in shapes]
         torch._dynamo.reset()
-        with overlap_inductor.overlap(
-            schedule="ring", agreement_timeout=TIMEOUT, step_node_budget=1 if rank and number < 3 else 4000
-        ):
+        with ring(agreement_timeout=TIMEOUT, step_node_budget=1 if rank and number < 3 else 4000):
             problems += [
                 f"{number}: {p}" for p in wrong(torch.compile(function, dynamic=False)(*inputs), function, inputs)
             ]
@@ -237,9 +237,9 @@ def _again(rank: int, world_size: int, changes: list[dict[str, Any]]) -> dict[st
     compile_anew(kernels=False)
     heard, inputs, problems, plain = Heard(), inputs_of(rank), [], []
     first = torch.compile(block, dynamic=False)
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
+    with ring(agreement_timeout=TIMEOUT):
         problems += wrong(first(*inputs), block, inputs)
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **changes[rank]):
+    with ring(agreement_timeout=TIMEOUT, **changes[rank]):
         torch._dynamo.eval_frame.remove_from_cache(block) if changes[rank] else None
         second = torch.compile(lambda *args: block(*args), dynamic=False) if changes[rank] else first
         problems += wrong(second(*inputs), block, inputs)
@@ -260,7 +260,7 @@ def test_a_rank_that_recompiles_alone_to_another_exchange() -> None:
 
 @pytest.mark.thorough
 def test_a_rank_that_recompiles_alone_to_the_same_exchange() -> None:
-    results = run_ranks(2, _again, [{}, {"step_node_budget": 1}])
+    results = run_ranks(2, _again, [{}, UNROLLED])
     assert all(r["problems"] == [] and r["warnings"] == [] for r in results), results
 
 
@@ -269,7 +269,7 @@ def _trained(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[s
     heard, problems = Heard(), []
     inputs = inputs_of(rank, grad=True)
     exact = [i.detach().double().requires_grad_() for i in inputs]
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, **fields[rank]):
+    with ring(agreement_timeout=TIMEOUT, **fields[rank]):
         compiled = torch.compile(block, dynamic=False)
         for _ in range(2):
             for tensor in (*inputs, *exact):
@@ -296,7 +296,7 @@ def _late(rank: int, world_size: int) -> dict[str, Any]:
     heard, inputs, problems = Heard(), inputs_of(rank), []
     compiled = {}
     for parts in (4, 2):
-        with overlap_inductor.overlap(schedule="ring", agreement_timeout=20, sub_chunks=parts):
+        with ring(agreement_timeout=20, sub_chunks=parts):
             torch._dynamo.reset()
             compiled[parts] = torch.compile(lambda *args, parts=parts: function(*args), dynamic=False)
             if parts == 4:
@@ -307,8 +307,8 @@ def _late(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_plan_that_one_rank_of_a_mesh_uses_too_early() -> None:
-    """Some ranks compare the early plan and refuse it. A rank that has not compared it must not wait for these
-    ranks."""
+    """Some ranks compare the early plan and refuse it. The other ranks have not compared this plan, and must not wait
+    for the ranks that refused it."""
     results = run_ranks(4, _late)
     assert all(r["problems"] == [] for r in results), results
 
@@ -325,7 +325,7 @@ def _split(rank: int, world_size: int, patterns: tuple[str, ...]) -> dict[str, A
         return all_reduce(y @ b, "sum", dist.group.WORLD)
 
     begun = time.monotonic()
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT, patterns=patterns):
+    with ring(agreement_timeout=TIMEOUT, patterns=patterns):
         compiled = torch.compile(function, dynamic=False)
         problems = [p for _ in range(3) for p in wrong(compiled(*inputs), block, inputs)]
     return {"problems": problems, "warnings": heard.texts, "seconds": time.monotonic() - begun}
@@ -360,7 +360,7 @@ def _kept_graphs_are_broken(rank: int, world_size: int, as_on_gpus: bool) -> dic
             torch._dynamo.graph_break()
         return all_reduce(torch.relu(y), "sum", dist.group.WORLD)
 
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=TIMEOUT):
+    with ring(agreement_timeout=TIMEOUT):
         compiled = torch.compile(function, dynamic=False)
         problems = [p for _ in range(2) for p in wrong(compiled(*inputs), function, inputs)]
         problems += wrong(torch.compile(kept, dynamic=False)(inputs[0]), kept, inputs[:1])
@@ -378,8 +378,8 @@ def test_kept_graphs_that_break_on_one_rank_only(as_on_gpus: bool) -> None:
 
 
 def _graphs_hold_parts_of_others(rank: int, world_size: int) -> dict[str, Any]:
-    """Both ranks issue a kept collective and two overlapped ones. The graph is broken behind the first collective on
-    rank 0, and behind the second on rank 1. No data moves."""
+    """Both ranks compare plans of one function: a kept collective, then two overlapped ones. Its graph is broken behind
+    the first collective on rank 0, and behind the second on rank 1. No data moves."""
     from overlap_inductor.facts.exchange import ExchangePlan
     from overlap_inductor.runtime import agreement
 
@@ -411,15 +411,15 @@ def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
     def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return all_reduce(torch.relu(all_reduce(b @ a, "sum", dist.group.WORLD)), "sum", own)
 
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=10):
+    with ring(agreement_timeout=10):
         compiled = torch.compile(function, dynamic=False)
         problems = [p for _ in range(3) for p in wrong(compiled(*inputs), function, inputs)]
     return {"problems": problems, "warnings": heard.texts}
 
 
 def test_a_group_of_one_rank_where_others_have_more() -> None:
-    """Ranks agree in rounds, whose number depends on the groups that a rank shares. The plans are equal, but rank 0
-    shares fewer groups. No rank may wait for a round in which others take no part."""
+    """Ranks agree in rounds, whose number depends on the groups in their plans. The smaller group is in the plans of
+    ranks 1 and 2, but not in rank 0's. No rank may wait for a round in which others take no part."""
     results = run_ranks(3, _alone_in_a_group, timeout=120)
     assert all(r["problems"] == [] for r in results) and sum(len(r["warnings"]) for r in results) == 1, results
 
@@ -430,7 +430,7 @@ def _dry(rank: int, world_size: int) -> tuple[tuple[int, ...], int]:
 
     compile_anew(kernels=False)
     inputs = inputs_of(0)
-    with fake_group(8), overlap_inductor.overlap(schedule="ring"):
+    with fake_group(8), ring():
         shape = torch.compile(block, dynamic=False)(*inputs).shape
         report = overlap_inductor.last_report()
         return tuple(shape), report.counters()["sites_overlapped"] if report else 0

@@ -33,6 +33,9 @@ CASES: tuple[tuple[Any, str, bool, bool], ...] = (
     (token_ring, "alltoall", True, False),
 )
 """``(layer, rotate method, causal, balanced)``."""
+SAMPLE = (CASES[1], CASES[2], CASES[3], CASES[6])
+"""Both layers, both methods, and causal attention with and without balance. (Attention without a causal mask attends to
+more blocks in the same way.)"""
 
 
 class _Problem:
@@ -60,10 +63,10 @@ def _expected_sites(ranks: int, rank: int, layer: Any, method: str, causal: bool
     return min(ranks - 1, rank + 1) if causal and not balanced else ranks - 1
 
 
-def _compared(rank: int, ranks: int) -> list[str]:
+def _compared(rank: int, ranks: int, cases: tuple[Any, ...]) -> list[str]:
     """The problems of this rank with the rewritten graphs."""
     problems = []
-    for i, (layer, method, causal, balanced) in enumerate(CASES):
+    for i, (layer, method, causal, balanced) in enumerate(cases):
         dtype = (torch.float32, torch.bfloat16)[i % 2]
         problem = _Problem(rank, ranks, causal, balanced, dtype)
         text = f"{layer.__name__} {method} causal={causal} balanced={balanced} {dtype}"
@@ -84,17 +87,25 @@ def _compared(rank: int, ranks: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
-def test_rotated_attention(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(2, CASES, marks=pytest.mark.thorough),
+        (3, SAMPLE),
+        pytest.param(3, tuple(c for c in CASES if c not in SAMPLE), marks=pytest.mark.thorough),
+    ],
+    ids=["2 ranks", "3 ranks", "3 ranks, other cases"],
+)
+def test_rotated_attention(ranks: int, cases: tuple[Any, ...]) -> None:
     """No attention may read a block before it has arrived, or merge wrong blocks."""
-    assert run_ranks(ranks, _compared, timeout=500) == [[]] * ranks
+    assert run_ranks(ranks, _compared, cases, timeout=500) == [[]] * ranks
 
 
-def _generated(rank: int, ranks: int) -> list[str]:
+def _generated(rank: int, ranks: int, cases: tuple[Any, ...]) -> list[str]:
     """This rank's problems with generated code. In the unbalanced causal case, ranks have different graphs."""
     compile_anew()
     problems = []
-    for layer, causal, balanced in ((torch_ring, True, True), (torch_ring, True, False), (token_ring, True, False)):
+    for layer, causal, balanced in cases:
         torch._dynamo.reset()
         problem = _Problem(rank, ranks, causal, balanced, torch.float32)
         before = len(all_reports())
@@ -111,6 +122,14 @@ def _generated(rank: int, ranks: int) -> list[str]:
     return problems
 
 
-def test_generated_code() -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ((torch_ring, True, False), (token_ring, True, False)),
+        pytest.param(((torch_ring, True, True),), marks=pytest.mark.thorough),
+    ],
+    ids=["unbalanced", "balanced"],
+)
+def test_generated_code(cases: tuple[Any, ...]) -> None:
     """Ranks must issue exchanges in one order, and Inductor must not reuse a buffer too early."""
-    assert run_ranks(3, _generated, timeout=500) == [[]] * 3
+    assert run_ranks(3, _generated, cases, timeout=500) == [[]] * 3

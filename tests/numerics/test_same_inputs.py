@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """If a norm's weight differs between ranks, a graph that divides the tokens would give other results. So all ranks run
-the plain program. If there is none, they raise an error. The weight is an argument or a module's parameter."""
+the plain program. If there is no plain program, all ranks raise an error. The weight is an argument or a module's
+parameter."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from overlap_inductor.report import publish as reporting
 from overlap_inductor.runtime import same_inputs
 from overlap_inductor.runtime.same_inputs import difference
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from tests.support.differing_ranks import ring
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.heard import Heard
@@ -43,7 +45,7 @@ def _calls(rank: int, world_size: int, schedule: str, differ: bool) -> dict[str,
     compile_anew(kernels=False)
     heard, inputs = Heard(), _inputs(rank, differ)
     expected = _layer(*inputs)
-    with overlap_inductor.overlap(schedule=schedule, sequence_parallel="on"):
+    with ring(schedule=schedule, sequence_parallel="on"):
         compiled = torch.compile(_layer, dynamic=False)
         results = [compiled(*inputs) for _ in range(2)]
     report = overlap_inductor.last_report()
@@ -59,7 +61,7 @@ def _calls(rank: int, world_size: int, schedule: str, differ: bool) -> dict[str,
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_all_ranks_run_the_plain_program(schedule: str) -> None:
     """With ``auto``, no site of this small graph is overlapped. But the sequence-parallel rewrite has changed the
-    graph, so it must not run with different weights."""
+    graph, so the graph must not run with different weights."""
     for result in run_ranks(2, _calls, schedule, True):
         assert result["worst"] < 1e-4 and result["status"] == ["rewritten"], result
         assert bool(result["overlapped"]) == (schedule == "ring")
@@ -83,7 +85,7 @@ def _by_a_size(rank: int, world_size: int) -> float:
 
     inputs = _inputs(rank, False)
     expected = layer(local, *inputs)
-    with overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+    with ring(sequence_parallel="on"):
         return _off(torch.compile(layer)(local, *inputs), expected)
 
 
@@ -102,7 +104,7 @@ def _train(rank: int, world_size: int) -> str:
         x, a, residual, norm, b = args
         return rms_norm(residual + ReduceForward.apply(x @ a), norm) @ b
 
-    with overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+    with ring(sequence_parallel="on"):
         try:
             torch.compile(layer, dynamic=False)(*inputs)
         except OverlapError as error:
@@ -149,7 +151,7 @@ def _one_graph_serves_layers(rank: int, world_size: int) -> dict[str, Any]:
     layers = [Layer(rank, number, differs) for number, differs in ((1, False), (2, True), (3, False))]
     x, residual = _tensors(rank)
     reporting.forget_reports()
-    with torch.no_grad(), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+    with torch.no_grad(), ring(sequence_parallel="on"):
         compiled = torch.compile(Layer.forward, dynamic=False)
         off = [_off(compiled(m, x, residual), m(x, residual)) for _ in range(2) for m in layers]
     return {
@@ -177,7 +179,7 @@ def _two_groups(rank: int, world_size: int) -> dict[str, Any]:
 
     layers = [Layer(rank, number, differs) for number, differs in ((1, False), (2, False), (3, True))]
     x, residual = _tensors(rank)
-    with torch.no_grad(), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+    with torch.no_grad(), ring(sequence_parallel="on"):
         compiled = torch.compile(call, dynamic=False)
         off = [_off(compiled(m, x, residual), call(m, x, residual)) for _ in range(2) for m in layers]
     report = overlap_inductor.last_report()
@@ -188,7 +190,7 @@ def _two_groups(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_each_layer_is_compared_if_its_graph_has_several_groups() -> None:
     """A parameter may be equal on all ranks of one group only. So the plan, which is compared in both groups, does not
-    hold the digests. The ranks must compare the digests separately, once for each layer."""
+    hold digests of parameters. The ranks must compare these digests separately, once for each layer."""
     results = run_ranks(2, _two_groups)
     assert all(result["off"] < 1e-4 for result in results), results
     assert "are not those of the first rank" in results[0]["texts"][0], results
@@ -198,7 +200,7 @@ def _second_graph(rank: int, world_size: int) -> list[float]:
     compile_anew(kernels=False)
     x, residual = _tensors(rank)
     off = []
-    with torch.no_grad(), overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+    with torch.no_grad(), ring(sequence_parallel="on"):
         for number, differs in ((1, False), (2, True)):
             torch.compiler.reset()
             layer = Layer(rank, number, differs)
@@ -221,7 +223,7 @@ def _train_and_recompile(rank: int, world_size: int, lone: int) -> dict[str, Any
     x, residual = _tensors(rank)
     off = []
     reporting.forget_reports()
-    with overlap_inductor.overlap(schedule="ring", sequence_parallel="on"):
+    with ring(sequence_parallel="on"):
         for step in range(4):
             if step == 2 and rank < lone:
                 torch.compiler.reset()

@@ -58,8 +58,8 @@ def _run(rank: int, world_size: int, kernels: bool) -> tuple[float, list[bool]]:
     ],
 )
 def test_training_in_bands(world_size: int, kernels: bool) -> None:
-    """Rows must be of the right band, and read after it has arrived. A gather must begin before the scatter has
-    ended."""
+    """Rows must be of the right band, and must be read only after the band has arrived. A gather must begin before the
+    scatter has ended."""
     for error, early in run_ranks(world_size, _run, kernels, timeout=300):
         assert error < LIMIT
         assert early and all(early), early

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some ranks reach Dynamo's recompile limit and run a frame uncompiled. Its collectives are then in graphs of the other
-ranks only."""
+"""Some ranks reach Dynamo's recompile limit and run a frame uncompiled. The frame's collectives are then in graphs of
+the other ranks only."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import overlap_inductor
 from overlap_inductor.runtime import agreement
 from overlap_inductor.runtime import call_report
 from overlap_inductor.runtime.call_state import state_of
 from overlap_inductor.torch_compat.distributed import counter
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
+from tests.support.differing_ranks import ring
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.heard import Heard
@@ -43,8 +43,8 @@ def _kept(x: torch.Tensor, number: int) -> torch.Tensor:
 
 
 class _Steps:
-    """Runs steps with ``_block`` and collects what is wrong. Records for each call whether it ran with overlap: if so,
-    it issued more than one operation."""
+    """Runs steps with ``_block`` and collects what is wrong. Records for each call of ``_block`` whether it ran with
+    overlap. A call with overlap issues more than one operation."""
 
     def __init__(self, rank: int) -> None:
         self.block = torch.compile(_block, dynamic=False)
@@ -86,7 +86,7 @@ def _limited(rank: int, world_size: int, limited: tuple[int, ...], as_on_gpus: b
         _compare_as_on_gpus()
     torch._dynamo.config.recompile_limit = 1 if rank in limited else 64
     torch._dynamo.config.automatic_dynamic_shapes = False
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=30):
+    with ring(agreement_timeout=30):
         steps, kept = _Steps(rank), torch.compile(_kept, dynamic=False)
         for step in range(STEPS):
             steps.run_block()
@@ -129,7 +129,7 @@ def _site_uncompiled(rank: int, world_size: int, as_on_gpus: bool, known: bool) 
         _compare_as_on_gpus()
     torch._dynamo.config.recompile_limit = 64 if rank else 1
     torch._dynamo.config.automatic_dynamic_shapes = False
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=100):
+    with ring(agreement_timeout=100):
         steps, numbered = _Steps(rank), torch.compile(_numbered, dynamic=False)
         for step in range(STEPS):
             steps.run_block()
@@ -164,19 +164,19 @@ def _noisy(rank: int, world_size: int, differs: bool) -> dict[str, Any]:
     """Between calls, the ranks meet at a barrier in which rank 0 sends more messages. So the backends count different
     numbers of operations. If ``differs``, rank 1 alone compiles another exchange for the last steps."""
     compile_anew(kernels=False)
-    with overlap_inductor.overlap(schedule="ring", agreement_timeout=100):
+    with ring(agreement_timeout=100):
         steps = _Steps(rank)
         for step in range(STEPS):
             if rank == 1 and differs and step == STEPS - 2:
                 torch._dynamo.reset()
-                with overlap_inductor.overlap(schedule="ring", agreement_timeout=100, sub_chunks=1):
+                with ring(agreement_timeout=100, sub_chunks=1):
                     steps.block = torch.compile(lambda x, w: _block(x, w), dynamic=False)
                     steps.run_block()
             else:
                 steps.run_block()
             dist.monitored_barrier()
-            # Rank 0's backend has counted the most operations. It then comes late to the next call: the other ranks
-            # have already reported that they are inside a collective.
+            # Rank 0's backend has counted the most operations. Rank 0 then comes late to the next call, when the other
+            # ranks have already reported that they are inside a collective.
             time.sleep(0 if rank else 3 * call_report.INTERVAL)
     return {**steps.result, "issued": steps.count()}
 

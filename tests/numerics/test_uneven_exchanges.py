@@ -145,7 +145,7 @@ def _generated(rank: int, world_size: int) -> tuple[list[str], list[list[str]]]:
     """``(problems of two calls with different counts, overlapped patterns of each graph)`` in generated code."""
     compile_anew(kernels=False)
     torch._dynamo.config.capture_scalar_outputs = True
-    options = {"schedule": "ring", "sequence_parallel": "off", "mode": "strict"}
+    options = {"schedule": "ring", "sequence_parallel": "off", "mode": "strict", "sub_chunks": 2}
     compiled = torch.compile(uneven_exchanges.layer, backend="overlap_inductor", options=options, dynamic=True)
     problems = []
     for parts in ([[3, 0], [5, 4]], [[0, 7], [3, 2]]):

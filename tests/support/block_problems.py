@@ -76,11 +76,11 @@ def problems(
         reporting.forget_reports()
         reports: list[OverlapReport] = []
         if generated:
-            with overlap_inductor.overlap(schedule="ring"):
+            with overlap_inductor.overlap(schedule="ring", sub_chunks=2):
                 error, where = dtensor_block.largest_error(mesh, variant, lambda m: torch.compile(m, fullgraph=True))
             reports = reporting.all_reports()
         else:
-            backend = interpreted(OverlapConfig(schedule="ring"), reports)
+            backend = interpreted(OverlapConfig(schedule="ring", sub_chunks=2), reports)
             error, where = dtensor_block.largest_error(
                 mesh, variant, lambda m, backend=backend: torch.compile(m, backend=backend, fullgraph=True)
             )

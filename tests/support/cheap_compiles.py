@@ -15,13 +15,12 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_VEC_ISA_OK": "0",
     "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",
 }
-"""For Inductor:
+"""The variables save time as follows:
 
-- no pool of processes that compile Triton kernels, each of which imports torch once more;
-- C++ kernels without vector instructions, which take a quarter less time to build;
-- no probe of the C++ compiler for vector instructions, which takes a second or more in each process.
-
-For Dynamo: no garbage collection after each compile.
+- Inductor starts no pool of processes that compile Triton kernels. Each such process would import torch once more.
+- Inductor builds C++ kernels without vector instructions, in a quarter less time.
+- Inductor does not probe the C++ compiler for vector instructions. A probe takes a second or more in each process.
+- Dynamo does not collect garbage after each compile.
 """
 
 
@@ -35,11 +34,11 @@ def set_environment() -> None:
 def compile_cheaply() -> None:
     """Leave out or reduce work in this process and its forks:
 
-    - no measurement of a graph's guards, for which Dynamo writes 256 MB to empty the processor's caches;
-    - no parse of each file of traced functions, which serves only a log;
-    - garbage collections do not visit the objects of torch's import. They are also rarer, because few objects of a
-      compile are in cycles;
-    - the C++ compiler optimizes kernels less, which halves the time to build one.
+    - Dynamo does not time a graph's guards. To time them, it would write 256 MB to empty the processor's caches.
+    - Dynamo does not parse the files of traced functions. Only a log needs the result.
+    - Garbage collections do not visit the objects of torch's import. They are also rarer, because few objects of a
+      compile are in cycles.
+    - The C++ compiler optimizes kernels less. This halves the time to build a kernel.
     """
     import torch._dynamo.guards
     import torch._dynamo.symbolic_convert

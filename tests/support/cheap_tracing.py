@@ -12,8 +12,8 @@ import torch._inductor.codecache
 def trace_cheaply() -> None:
     """Leave out two kinds of work in this process and its forks:
 
-    - Dynamo lists the functions of torch that a graph may call. Each new process group would drop this list, because it
-      may be older than ``torch.distributed``. Here the list is made once, after that import.
+    - Dynamo lists the functions of torch that a graph may call. Each new process group would drop this list, because
+      the list may be older than the import of ``torch.distributed``. Here the list is made once, after this import.
     - torch writes each event of a compile to a log. pytest would give this log a handler that keeps all events. Here
       pytest does not find the log.
     """

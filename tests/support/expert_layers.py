@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of ``bench.support.experts.Experts``, with several loads of the experts, and experts with biases."""
+"""Inputs of ``bench.support.experts.Experts`` with several loads of the experts, and two variants of the layer."""
 
 from __future__ import annotations
 

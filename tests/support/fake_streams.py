@@ -51,7 +51,6 @@ class Stream:
         if event.mark is None:
             return
         if event.mark.capture and not self.capture:
-            # A stream that waits for a captured event joins the capture.
             if event.mark.capture not in self.gpu.captures:
                 raise RuntimeError("CUDA error: dependency created on an event of a capture that is over")
             self.capture = event.mark.capture

@@ -2,8 +2,8 @@
 """Runs Python programs in forks of one process that has imported torch already, which saves seconds per program.
 
 A *base* is a process that imports torch once, but not the package, nor what environment variables switch on.
-``ForkBase.run`` forks the base for a command line of Python, with its own environment. ``ForkBase.grown`` gives a base
-that has imported more, for example Inductor.
+``ForkBase.run`` forks the base and runs a command line of Python in the fork, in an environment that the caller gives.
+``ForkBase.grown`` gives a base that has imported more, for example Inductor.
 
 In the fork, ``sys.modules`` first has no module of torch, as in a new interpreter. ``import torch`` puts the modules
 back. Then it does what the last lines of ``torch/__init__.py`` do: it reads the environment and calls the entry points
@@ -13,6 +13,7 @@ of ``torch.backends``. Other modules that torch imports are there from the start
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import gc
 import importlib
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from types import TracebackType
@@ -47,8 +49,9 @@ INDUCTOR = ("tests.support.first_compile",)
 
 
 class ForkBase:
-    """A process that has imported ``modules``, and from which programs are forked. For each entry of ``more``, a fork
-    imports further modules, and programs are forked from that fork."""
+    """A process that has imported ``modules``, and from which programs are forked. ``more`` has tuples of further
+    modules. For each tuple, the latest process is forked, and the fork imports the tuple's modules. Programs are forked
+    from the last fork."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         self.more: tuple[tuple[str, ...], ...] = ()
@@ -74,16 +77,32 @@ class ForkBase:
     def run(self, *arguments: str, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Like ``python ARGUMENTS``, which start with ``-c CODE``, ``-m MODULE`` or a script. Of the ``PYTHON*``
         variables in ``env``, only ``PYTHONPATH`` has an effect."""
+        (done,) = self.run_at_once(*arguments, envs=[env], cwd=cwd)
+        return done
+
+    def run_at_once(
+        self, *arguments: str, envs: Sequence[dict[str, str]], cwd: Path | None = None
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Like ``run``, for one process for each of ``envs``. The processes run at the same time, as ranks do."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        with tempfile.TemporaryDirectory() as folder:
-            program = {"arguments": arguments, "env": env, "cwd": str(cwd or os.getcwd()), "folder": folder}
-            self.process.stdin.write(json.dumps([self.more, program]) + "\n")
+        with contextlib.ExitStack() as stack:
+            folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in envs]
+            programs = [
+                {"arguments": arguments, "env": env, "cwd": str(cwd or os.getcwd()), "folder": folder}
+                for env, folder in zip(envs, folders, strict=True)
+            ]
+            self.process.stdin.write(json.dumps([self.more, programs]) + "\n")
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
             if not answer:
                 raise RuntimeError(f"the base ended with exit status {self.process.wait()}")
-            out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
-        return subprocess.CompletedProcess([sys.executable, *arguments], int(answer), out, err)
+            command = [sys.executable, *arguments]
+            return [
+                subprocess.CompletedProcess(
+                    command, status, *(Path(folder, name).read_text() for name in ("stdout", "stderr"))
+                )
+                for status, folder in zip(json.loads(answer), folders, strict=True)
+            ]
 
     def __enter__(self) -> ForkBase:
         return self
@@ -117,15 +136,15 @@ class _Torch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _serve(modules: list[str]) -> dict[str, Any]:
-    """Fork a process for each request. The fork gets the request as the result. In the base, the function does not
-    return."""
+    """Fork a process for each program of a request. The fork gets the program as the result. In the base, the function
+    does not return."""
     answers = os.dup(1)
     os.dup2(2, 1)
     _load(modules)
     requests: IO[str] = sys.stdin
     grown: dict[tuple[str, ...], IO[str]] = {}
     while line := requests.readline():
-        names, program = json.loads(line)
+        names, programs = json.loads(line)
         if names:
             more = tuple(names[0])
             if more not in grown:
@@ -137,18 +156,21 @@ def _serve(modules: list[str]) -> dict[str, Any]:
                     continue
                 theirs.close()
                 grown[more] = ours.makefile("rw")
-            grown[more].write(json.dumps([names[1:], program]) + "\n")
+            grown[more].write(json.dumps([names[1:], programs]) + "\n")
             grown[more].flush()
             answer = grown[more].readline()
             if not answer:
                 sys.exit(f"the base with {', '.join(more)} ended")
             os.write(answers, answer.encode())
             continue
-        if not (child := os.fork()):
-            os.close(answers)
-            return program
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os.write(answers, f"{status}\n".encode())
+        children = []
+        for program in programs:
+            if not (child := os.fork()):
+                os.close(answers)
+                return program
+            children.append(child)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        os.write(answers, f"{json.dumps(statuses)}\n".encode())
     sys.exit()
 
 

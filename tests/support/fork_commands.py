@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands ``python`` and ``overlap-inductor`` for shell scripts, which run in forks of a ``ForkBase``.
+"""Makes commands ``python`` and ``overlap-inductor`` for shell scripts. The commands run in forks of a ``ForkBase``.
 
 Each command is a small script without imports of packages. It sends its arguments, environment and folder over a socket
 to this process, which answers with the output and the exit status.
@@ -34,8 +34,8 @@ COMMANDS: dict[str, list[str]] = {"python": [], "overlap-inductor": ["-m", "over
 
 
 class ForkCommands:
-    """Makes the commands in ``folder``, whose path must be short enough for a socket's address. They work until the end
-    of the ``with`` block, one at a time, without standard input."""
+    """Makes the commands in ``folder``, whose path must be short enough for a socket's address. The commands work until
+    the end of the ``with`` block, one at a time, without standard input."""
 
     def __init__(self, base: ForkBase, folder: Path) -> None:
         self.base = base

@@ -156,10 +156,8 @@ def contractions(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int
     """Functions in which a matmul contracts the dim along which an all-to-all's slices arrive, in the form of
     ``cases``.
 
-    Each rank's slice of the contracted dim has 64 elements (before ``factor``), because ``fused`` takes only multiples
-    of
-    64. Some inputs hold the slice as ``[2, 32]``. The weight holds it in one dim, so ``factor`` must multiply only one
-        of the two sizes. It does not multiply a 2.
+    Each rank's slice of the contracted dim has ``64 * factor`` elements, because ``fused`` takes only multiples of 64.
+    Some inputs hold the slice as ``[2, 32 * factor]``: ``factor`` multiplies no size of 2.
     """
     g, s = dist.group.WORLD, 24
     change_shards = torch.ops._dtensor.shard_dim_alltoall

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inductor's code of a function whose sites are rewritten as rings, and the order of its steps."""
+"""Reads the code that Inductor generates for a function with sites, and the order of the steps in this code."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ EVENTS = {
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """For tests that read generated code and no values. Inductor's caches are off. C++ kernels are not built; functions
-    that do nothing take their place."""
+    """For tests that read generated code, but no values. Inductor's caches are off. Functions that do nothing take the
+    place of C++ kernels."""
     from torch._inductor.async_compile import AsyncCompile
 
     unbuilt = mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *given: lambda *arguments: None)
@@ -52,8 +52,8 @@ class _NotRunError(Exception):
 
 
 def code_of(fn: Callable[..., Any], *arguments: Any) -> str:
-    """The code that Inductor generates for ``fn``, which must compile to one graph. It is not run: without kernels,
-    buffers hold arbitrary values, which an op may refuse."""
+    """The code that Inductor generates for ``fn``, which must compile to one graph. The code is not run. Without
+    kernels, buffers hold arbitrary values, which an op may refuse."""
     from torch._inductor.graph import GraphLowering
     from torch._inductor.output_code import CompiledFxGraph
 

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-import socket
 import sys
 import tempfile
 import traceback
@@ -16,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from tests.support.free_ports import free_port
 
 PRELOADED = [
     "torch._inductor.compile_fx",
@@ -47,21 +46,6 @@ def compile_anew(kernels: bool = True) -> None:
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
     torch._inductor.config.fallback_by_default = not kernels
-
-
-_PORTS = itertools.count(os.getpid() * 7)
-
-
-def _free_port() -> int:
-    """A port for the ranks' store, below the range from which the system takes ports for connections. Each worker of
-    pytest has its own ports. Otherwise a rank could talk to another test's store."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw9").removeprefix("gw")) % 10
-    for number in itertools.islice(_PORTS, 2000):
-        port = 12_000 + 2_000 * worker + number % 2_000
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no port of this worker is free; other ranks may still run")
 
 
 def preloaded() -> list[str]:
@@ -111,9 +95,10 @@ def run_ranks(
     """Run ``function(rank, world_size, *args)`` on every rank and return the results by rank.
 
     Args:
-        expect_failure: ranks may raise or die. The result of such a rank is a traceback, or says that there is none.
+        expect_failure: ranks may raise or die. The result of such a rank is a traceback, or says that the rank left no
+            result.
         warm: if ``False``, each rank is a new process, in which this package was never used.
-        grouped: if ``False``, ``function`` makes the process group, as a script under ``torchrun`` does.
+        grouped: if ``False``, there is no process group at first, as in a script under ``torchrun``.
 
     Raises:
         AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.
@@ -124,7 +109,7 @@ def run_ranks(
     if warm:
         context.set_forkserver_preload(preloaded())
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        port = free_port()
         processes = [
             context.Process(
                 target=_main,

@@ -20,8 +20,9 @@ _ADVICE = re.compile(rf"\n{ADVICE_TITLE}\n-+\n(?:.+\n)+")
 
 
 def check_golden(found: str, name: str, part: Callable[[str], str] = str) -> None:
-    """Fail if ``found`` is not the text of file ``name`` (a path below ``golden/``), or if there is no such file. Only
-    ``part`` of the text is compared. Versions and plan hashes change with every release, so dots replace them."""
+    """Fail if ``found`` is not the text of file ``name`` (a path below ``golden/``), or if there is no such file. Of
+    both texts, only what ``part`` returns is compared. Versions and plan hashes change with every release, so dots
+    replace them."""
     found = _without_versions(found)
     file = FOLDER / name
     if os.environ.get("EXPECTTEST_ACCEPT"):
@@ -31,8 +32,8 @@ def check_golden(found: str, name: str, part: Callable[[str], str] = str) -> Non
 
 
 def report_text(report: OverlapReport) -> str:
-    """The report's text without the total of the estimates and the advice, which do not describe the graph. One line
-    names the switches whose effective value is not the requested one, in place of their table."""
+    """The report's text without the total of the estimates and the advice, which do not describe the graph. In place of
+    the table of switches, one line names the switches whose effective value is not the requested one."""
     effective = [f"{name} {now}" for name, requested, now in words.switches(report) if now != requested]
     text, tables = _SWITCHES.subn(f"effective: {'; '.join(effective)}\n\n", render_text(report))
     assert tables == 1, f"{tables} tables of switches in a report"

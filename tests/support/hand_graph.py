@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds post-grad graphs node by node, in milliseconds, also graphs that tracing would not produce."""
+"""Builds post-grad graphs node by node, in milliseconds. Tests can also build graphs that tracing would not produce."""
 
 from __future__ import annotations
 

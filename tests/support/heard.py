@@ -7,7 +7,8 @@ import logging
 
 
 class Heard(logging.Handler):
-    """Stores the messages of the package's warnings in ``texts``."""
+    """Stores the messages of the package's warnings in ``texts``. A rank also warns if it waits long for
+    another rank. These messages depend on the load of the machine and are left out."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -15,4 +16,6 @@ class Heard(logging.Handler):
         logging.getLogger("overlap_inductor").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        text = record.getMessage()
+        if " waits for rank " not in text:
+            self.texts.append(text)

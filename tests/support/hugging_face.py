@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face models with small configurations and random weights. ``load`` shards a model by its own ``tp_plan``, and
-divides experts by its own plan."""
+"""Hugging Face models with small configurations and random weights. ``load`` shards a model by the model's own
+``tp_plan`` or, if it is asked to divide experts, by the model's expert-parallel plan."""
 
 from __future__ import annotations
 

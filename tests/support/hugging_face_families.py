@@ -27,7 +27,7 @@ _SIZES: dict[str, Any] = {
     "first_k_dense_replace": 1, "decoder_sparse_step": 1, "tie_word_embeddings": False,
     "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-"""Sizes of the models. A size is set only if the family's configuration has its field."""
+"""Sizes of the models. A size is set only if the family's configuration has a field of that name."""
 _VOCABULARY = {"vocab_size": 101, "vocab_size_per_layer_input": 101}
 _FFN = {
     "intermediate_size": 53, "intermediate_size_mlp": 53,
@@ -39,7 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "odd": {**_VOCABULARY, **_FFN},
     "odd vocabulary": _VOCABULARY,
 }
-"""``odd`` sizes are primes. See ``_heads`` for the number of heads."""
+"""The sizes that each variant has in place of those in ``_SIZES``. They are primes. ``_heads`` sets the numbers of
+heads."""
 
 
 def families() -> list[str]:
@@ -62,8 +63,8 @@ def _heads(variant: str, world_size: int) -> dict[str, int]:
 
 
 def _config(kind: Any, sizes: dict[str, Any]) -> Any:
-    """A configuration of class ``kind``, with the ``sizes`` for which it has fields. If the language model has a nested
-    configuration, the nested one gets the ``sizes`` for which it has fields itself."""
+    """A configuration of class ``kind``, with the ``sizes`` for which ``kind`` has fields. If ``kind`` nests the
+    language model's configuration, the nested configuration gets the ``sizes`` for which it has fields of its own."""
 
     def known(config: Any) -> dict[str, Any]:
         return {name: value for name, value in sizes.items() if hasattr(config, name)}
@@ -74,7 +75,7 @@ def _config(kind: Any, sizes: dict[str, Any]) -> Any:
 
 
 def _load(rank: int, world_size: int, family: str, folder: str, variant: str) -> Any:
-    """The sharded model. Rank 0 saves it, then all ranks load their shards."""
+    """The sharded model. Rank 0 makes and saves the whole model. Then all ranks load their shards."""
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -17,10 +17,11 @@ from tests.support.hugging_face import LAYERS
 from tests.support.interpreted import interpreted
 
 REDUCE, HEAD = "matmul_all_reduce", "matmul_all_gather"
-# The numbers of sites that must be found and overlapped, by pattern. Forward: o_proj and down_proj of each layer, and
-# the head. Olmo2 also gathers q and k (for their norms) and v. Backward: gradients of the input of q, k and v, of the
-# input of gate and up, and of the head's input. All-reduces whose results are only added to each other are one site.
-# The embedding's all-reduce has no matmul.
+# The numbers of sites that must be found and overlapped, by pattern. In the forward, o_proj and down_proj of each layer
+# are sites, and so is the head. Olmo2 also gathers q and k (for their norms) and v. In llama's backward, the gradients
+# of three inputs are all-reduced: the input of q, k and v, the input of gate and up, and the head's input. Olmo2 has
+# more sites. All-reduces whose results are only added to each other are one site. The embedding's all-reduce has no
+# matmul.
 FORWARD: dict[str, dict[str, int]] = {
     "llama": {REDUCE: 2 * LAYERS, HEAD: 1},
     "starcoder2, one layer": {REDUCE: 2, HEAD: 1},
@@ -58,11 +59,11 @@ def problems(
     reporting.forget_reports()
     torch._dynamo.utils.counters.clear()
     if generated:
-        with overlap_inductor.overlap(schedule="ring", sequence_parallel="off"):
+        with overlap_inductor.overlap(schedule="ring", sub_chunks=2, sequence_parallel="off"):
             off = errors(torch.compile(model, fullgraph=True), model, reference, ids, trains)
         reports = reporting.all_reports()
     else:
-        backend = interpreted(OverlapConfig(schedule="ring", sequence_parallel="off"), reports)
+        backend = interpreted(OverlapConfig(schedule="ring", sub_chunks=2, sequence_parallel="off"), reports)
         off = errors(torch.compile(model, backend=backend, fullgraph=True), model, reference, ids, trains)
 
     found = [f"{name} is off by {error:.2g}" for name, error in off.items() if not error < 1e-5]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Dynamo backend that runs the nodes of the rewritten graph one after the other. So tests can check the pass without
-the time for generated code."""
+"""A Dynamo backend that runs the nodes of the rewritten graph one after the other. So tests of the pass need no time
+to generate code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def interpreted(config: OverlapConfig, reports: list[OverlapReport], compared: b
     """The backend. It appends the reports of its graphs to ``reports``.
 
     ``compared``: each call first compares the ranks' plans, as generated code does. If ranks differ, the call runs the
-    graph as it was before any pass. Otherwise, the first overlap op compares the plans, and raises if ranks differ.
+    graph as it was before any pass. Without ``compared``, the first overlap op compares the plans, and raises if ranks
+    differ.
     """
 
     def compile_one(gm: torch.fx.GraphModule, example_inputs: Any, **keywords: Any) -> Any:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switches Inductor's padding of matmuls to aligned sizes on or off. By default, Inductor pads only on GPUs, if padding
-was measured to be faster."""
+"""Switches Inductor's padding of matmuls to aligned sizes on or off. By default, Inductor pads only on GPUs, and only
+if it has measured that padding is faster."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel blocks with an all-reduce after their last matmul, by hand or by DTensor, compiled and trained as
-users do.
+"""Tensor-parallel blocks with an all-reduce after their last matmul, compiled and trained as users do. The blocks are
+written by hand, or sharded by DTensor.
 
-A case of ``CASES`` builds a computation for ``with_and_without.compared``. It takes a backend and returns named
-results: outputs, losses and gradients.
+A case of ``CASES`` builds a computation for ``with_and_without.compared``. The computation takes a backend and returns
+named results: outputs and gradients.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _problems(case: Case, folder: str) -> list[str]:
     reporting.forget_reports()
     torch._dynamo.utils.counters.clear()
     reports: list[OverlapReport] = []
-    fields: dict[str, Any] = {"schedule": "ring", "sequence_parallel": "on"}
+    fields: dict[str, Any] = {"schedule": "ring", "sequence_parallel": "on", "sub_chunks": 2}
     if case.generated:
         with overlap_inductor.overlap(**fields):
             called = torch.compile(model, fullgraph=True)

@@ -30,7 +30,8 @@ def evened(x: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
 
 
 def cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """``name: (function, input shapes, number of sites that must be overlapped)``. A shard has ``size`` rows."""
+    """``name: (function, input shapes, number of sites that must be overlapped)``. Most shards have
+    ``size`` rows or columns."""
     g = dist.group.WORLD
     w, s = world_size, size
     return {

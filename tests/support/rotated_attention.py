@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention to keys and values that ranks pass on step by step: torch's ring attention, and a ring written by hand.
 
-Each rank has the queries, keys and values of its own tokens: ``[batch, heads, own tokens, width]``. It returns the
-attention of its queries to all keys.
+Each rank has the queries, keys and values of its own tokens: ``[batch, heads, own tokens, width]``. A ring returns the
+attention of the rank's queries to the keys of all ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @contextmanager
 def rotation(method: str, balanced: bool) -> Iterator[None]:
-    """``method``: ``alltoall`` or ``allgather``. ``balanced``: each rank has a piece of the sequence's first half and a
-    piece of its second half. So causal attention gives all ranks equal work."""
+    """Inside the block, torch's ring passes keys and values on by ``method``: ``alltoall`` or ``allgather``. If
+    ``balanced``, each rank has a piece of the sequence's first half and a piece of the second half. Causal attention
+    then gives all ranks equal work."""
     before = theirs._cp_options.rotate_method, theirs._cp_options.enable_load_balance
     theirs.set_rotate_method(method)
     theirs._cp_options.enable_load_balance = balanced
@@ -39,8 +40,8 @@ def torch_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool =
 
 
 def token_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> torch.Tensor:
-    """A ring without thought for overlap. Keys and values travel apart. Each exchange is written after the attention
-    that could hide it."""
+    """A ring without thought for overlap. Keys and values are sent in two exchanges. Each exchange is written after
+    the attention that could hide the exchange."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     following = [*range(1, ranks), 0]
     out, log_sum_exp = OP(q, k, v, 0.0, causal)

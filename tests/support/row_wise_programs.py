@@ -41,7 +41,7 @@ def int8(x: torch.Tensor) -> torch.Tensor:
 
 
 def trained_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The experts' matmuls, their sum and its reduce-scatter, with a backward."""
+    """The reduce-scatter of the sum of the experts' results, with a backward."""
     return ScatterTokens.apply((x.relu() @ w).sum(0), 0, world())
 
 
@@ -55,7 +55,7 @@ def trained_norm(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor, v: torch.Ten
     return ScatterTokens.apply(hidden @ v, 1, world())
 
 
-# name: (function, world size -> input shapes, (pattern, sorted "kind role" of the matmuls)) A role is the matmul's dim
+# name: (function, world size -> input shapes, (pattern, sorted "kind role" of the matmuls)). A role is the matmul's dim
 # that is cut: M, N, K, or B for a batch.
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expected]] = {
     "rms norm": (lambda x, g, w: rms(gather(x), g) @ w, lambda n: [(4, 16), (16,), (16, 6)], (GATHER, ["mm M"])),

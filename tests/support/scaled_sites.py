@@ -48,7 +48,7 @@ def gather_bytes(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
 def quantised(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``y [rows, columns]`` divided by a scale for each row and rounded to fp8, and the scales ``[rows, 1]`` in fp32.
-    Both are fp64 if ``y`` is fp64."""
+    If ``y`` is fp64, both are converted to fp64 after the rounding."""
     scale = y.abs().amax(1, keepdim=True).float() / LARGEST
     rounded = (y / scale).to(FP8)
     return rounded.to(y.dtype) if y.dtype == torch.float64 else rounded, scale.to(

@@ -49,6 +49,6 @@ def use_shared_memory(folder: str) -> None:
 
     symmetric.allocate = allocate
     symmetric.why_no_symmetric_memory = reachable
-    # The size of the smallest tile: here 16 rows of 8 elements of two bytes, on GPUs 128 such rows.
+    # The smallest tile has 16 rows of 8 elements of two bytes here. On GPUs, it has 128 such rows.
     arena.TILE_BYTES = 256
     fused_plan.TUNED = dict.fromkeys(fused_plan.TUNED, SMALL)

@@ -10,8 +10,8 @@ A. Gather on dim 0, if tokens are the first dim. ::
 
        gather(x) -> wait -> [view] -> mm -> [view]
 
-B. Gather on another dim, as in sequence parallelism of ``[batch, sequence, hidden]``. The collective joins ranks on dim
-   0, so ``all_gather_tensor`` and DTensor reorder its result. ::
+B. Gather on another dim, as in sequence parallelism of ``[batch, sequence, hidden]``. The collective joins shards on
+   dim 0, so ``all_gather_tensor`` and DTensor reorder its result. ::
 
        gather(x) -> wait -> split -> W getitems -> cat on dim d -> [view] -> mm
 

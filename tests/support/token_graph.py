@@ -19,12 +19,12 @@ F64 = torch.float64
 
 
 class TokenGraph(HandGraph):
-    """A hand-made graph that remembers which of its inputs are the same on all ranks."""
+    """A hand-made graph that remembers which of its inputs differ between the ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.own: set[fx.Node] = set()
-        """Inputs whose values differ between the ranks."""
+        """The inputs that differ between the ranks."""
         self._count = 0
 
     def same(self, *shape: int, dtype: torch.dtype = F64, dynamic: Any = ()) -> fx.Node:

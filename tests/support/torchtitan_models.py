@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small torchtitan models, sharded by torchtitan's own functions: tensor parallel with sequence parallel, loss
-parallel, and a mesh of two dims.
+"""Small torchtitan models, sharded by torchtitan's own functions. They are tensor parallel, with sequence parallelism.
+Some runs add a parallel loss or a mesh of two dims.
 
 torchtitan is not a dependency of the tests. Its release 0.2.2 runs with the torch that is supported here::
 
@@ -83,7 +83,8 @@ def _classes(name: str) -> tuple[Any, Any]:
 def row_of(
     rank: int, world_size: int, name: str, tp: int, per_block: bool, parallel_loss: bool, mlp: str, generated: bool
 ) -> dict[str, Any]:
-    """One rank's row of the sweep's table: losses and gradients, eagerly, compiled without and with overlap.
+    """One rank's row of the sweep's table. The loss and the gradients are computed eagerly, compiled without overlap,
+    and compiled with overlap.
 
     Groups of ``tp`` ranks are tensor parallel. The mesh's other dim is data parallel (FSDP, if ``per_block``).
     ``per_block``: compile each block, as torchtitan does, instead of the whole model.

@@ -155,7 +155,7 @@ class CumsumAllToAll:
 
 
 class Pairs:
-    """See ``SiteSchedule``: one op per site, which sends each peer's rows as soon as they are multiplied."""
+    """See ``SiteSchedule``: one op per site, which sends each peer's rows as soon as the rows are computed."""
 
     name, transports, patterns, noun, called = SCHEDULE, ("p2p",), (PATTERN,), "pair", "in pairs"
     ops: tuple[str, ...] = ()

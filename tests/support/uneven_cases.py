@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small functions with one site each that differ between ranks: in the sizes of shards, in K, or by a bias of one
-rank."""
+"""Small functions with one site each. The ranks' functions or inputs differ: in the sizes of shards, in K, or by a bias
+of one rank."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """Does the one-time work of a first compile in the process from which warm ranks are forked.
 
 With a torch that has GPU support, a backward would start a thread for each device, and no process could be forked. So
-only a forward runs there. Otherwise a backward runs, too.
+with such a torch, only forwards run. With any other torch, backwards run, too.
 """
 
 from __future__ import annotations

@@ -178,8 +178,8 @@ def _() -> OverlapReport:
 
 @case("op_between", "near_miss", "a part of the summed tensor")
 def _() -> OverlapReport:
-    """An add reads the sum over the experts and the first expert's rows. In pieces, these rows would be multiplied
-    twice."""
+    """An add reads two tensors computed from the matmul's result: the sum over the experts, and the first expert's
+    rows. If the add were computed in pieces, the first expert's rows would be multiplied twice."""
     made = HandGraph()
     y = made.call(aten.bmm.default, made.input(3, 8, 16), made.input(3, 16, 4, name="w"))
     first = made.call(aten.squeeze.dim, made.call(aten.slice.Tensor, y, 0, 0, 1), 0)
@@ -202,7 +202,7 @@ def reduced_experts(made: HandGraph, saved: bool) -> OverlapReport:
     """The experts' results are weighted, put back into the order of the tokens, and summed.
 
     - ``saved``: the weighted results are also an output;
-    - otherwise: a running sum over the rows takes the place of the results.
+    - otherwise: a running sum over the rows of the results is weighted in place of the results.
     """
     y = grouped(made, made.input(8, 16, dtype=torch.bfloat16), 8)
     if not saved:

@@ -130,8 +130,8 @@ PIECES = {
     ),
     "early start": ("attention_all_to_all", "all_to_all", _piece("early_start", None, 720.0)),
 }
-"""``{name: (pattern, kind of the pattern's collective, piece)}``, with every schedule except ``keep`` and every route
-of the ring. One piece is slower than the plain graph."""
+"""``{name: (pattern, kind of the pattern's collective, piece)}``, with every schedule except ``keep``, and every route
+of the ring except ``direct``. One piece is slower than the plain graph."""
 
 
 def every_schedule() -> OverlapReport:
@@ -144,7 +144,8 @@ def every_schedule() -> OverlapReport:
 
 
 def hostile() -> OverlapReport:
-    """Names, reasons, notice and the graph before the pass hold markup. A page must show it and never run it."""
+    """Names, reasons, notice and the graph before the pass hold markup. A page must show the markup as text, and
+    never run it."""
     markup = "</script><script>alert('x')</script><img src=https://example.invalid/a.png>"
     report = empty(graph="2_0", before=BEFORE + f"# {markup}\n", after=AFTER, notices=[markup])
     report.sites.append(site(f"layers.0.{markup}", refused(markup), identity=markup))

@@ -119,8 +119,8 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over a collective")
 def _() -> OverlapReport:
-    """One matmul's result is read before the all-reduce, so the steps must come before it. But the other matmul's
-    weight is the result of the all-reduce."""
+    """One matmul's result is read before the all-reduce, so the steps must come before the all-reduce. But the other
+    matmul's weight is the result of the all-reduce."""
     made = HandGraph()
     gathered = made.gather(made.input(4, 16))
     early = made.call(aten.relu.default, made.mm(gathered, weight(made, name="v")))
@@ -130,9 +130,9 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over an accepted site")
 def _() -> OverlapReport:
-    """The first site's weight is the result of an all-reduce, which must not move. So the first site's steps move down
-    to the second gather's matmul, which reads their result. The second site's steps must come after them. But another
-    node reads the second gathered tensor earlier."""
+    """The first site's weight is the result of an all-reduce, which must not move up to the first gather. So the first
+    site's steps move down to the second site's matmul, which reads the first site's result. The second site's steps
+    also read this result. But they must come before ``beside``, which reads the second gathered tensor earlier."""
     made = HandGraph()
     first = made.gather(made.input(4, 16))
     w = made.reduce(weight(made))
@@ -143,8 +143,8 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "of an accepted site")
 def _() -> OverlapReport:
-    """The first site's steps come before the first reader of its results. But another of its matmuls needs the second
-    site's result, which comes later."""
+    """The first site's steps must come before ``early``, which reads one of the site's results. But the first site's
+    other matmul reads ``late``, the second site's result, which is computed after ``early``."""
     made = HandGraph()
     first = made.gather(made.input(4, 8))
     second = made.gather(made.input(4, 16, name="y"))

@@ -154,7 +154,7 @@ print(torch._dynamo.utils.counters["overlap_inductor"]["failed"])
 def test_a_pass_that_fails_in_a_compile_leaves_what_a_bug_report_needs(
     inductor_base: ForkBase, tmp_path: Path, mode: str
 ) -> None:
-    """This holds whether the compile continues (mode ``on``) or raises (``strict``)."""
+    """In mode ``on``, the compile continues. In mode ``strict``, the compile raises."""
     script, dump = tmp_path / "script.py", tmp_path / "dump"
     script.write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}

@@ -39,7 +39,7 @@ def test_all_publish_the_same() -> None:
 
 
 def test_soon_waits_for_a_rank_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that is a little late must not make the ranks compare plans in the slow way, with verdicts."""
+    """If a host is only a little late, the ranks must not exchange verdicts, because verdicts are slow."""
     assert call_board._SOON > 25 * call_board._SPIN
     monkeypatch.setattr(call_board, "_SOON", 30.0)  # On a busy machine, the timer may be late itself.
     _, pages = _pages(2)

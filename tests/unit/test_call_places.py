@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call's place is the number of the group's collectives that the rank issued before it. Places tell whether two ranks
-make the same call."""
+"""A call's place is the number of the group's collectives that the rank issued before the call. Places tell whether two
+ranks make the same call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_value_is_read_as_it_was_written(mark: str) -> None:
     ("mine", "theirs", "exact", "wanted"),
     [
         (_call(4), _call(4), True, Order.SAME),
-        # Before this call, the other rank ran a collective in a graph that this rank ran uncompiled.
+        # Earlier, the other rank ran a collective in a compiled graph. This rank ran the same collective uncompiled.
         (_call(4, passed=2), _call(4, passed=3), True, Order.SAME),
         (_call(4), _call(4, plan="other", count=2), True, Order.SAME),
         (_call(4), _call(2, count=2, plan="other"), True, Order.EARLIER),

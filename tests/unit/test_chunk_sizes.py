@@ -36,7 +36,7 @@ def test_all_transfers_of_scattered_chunks_end_within_the_matmuls(peers: int) ->
 @pytest.mark.parametrize("peers", [1, 2, 3, 5, 7])
 def test_scattered_chunks_are_as_few_as_possible(peers: int) -> None:
     """No smaller number of chunks hides all transfers. If a single chunk's transfer would end with almost no time to
-    spare, there are two chunks. They have equal sizes, or the smaller one comes first."""
+    spare, there are two chunks. The second chunk has as many shards as the first, or one more."""
     for ratio in SHORT:
         fewest = min(
             len(sizes) for sizes in _compositions(peers) if chunk_sizes.last_transfer(sizes, ratio) <= peers + 1 + 1e-9

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assembles the kernels of schedule ``chunked`` for Hopper without a GPU. Rows must move in wide words, signals must
-come after barriers, and waiting kernels must use few resources."""
+come after barriers, and waiting kernels must use no shared memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_rows_move_in_wide_words_and_signals_follow_them(
 )
 def test_waiting_kernels_use_no_shared_memory(kernel: Any, constants: dict[str, Any]) -> None:
     """A kernel that waits beside a matmul uses no shared memory, and reads flags at system scope. ``announce`` reads
-    none."""
+    no flags."""
     text, shared = _compiled(kernel, constants, 1)
     assert shared == 0 and "ld.volatile" not in text
     assert ("ld.acquire.sys" in text) == (kernel is not announce)

@@ -240,7 +240,8 @@ def test_chunks_of_eight_ranks_are_taken_where_they_gained(pattern: str) -> None
 
 
 def test_estimates_of_chunks_agree_with_measurements_and_count_the_hosts_time() -> None:
-    """llama3-70b MLP, 4096 tokens on 2 H200s (bench/results/operators.jsonl), in microseconds."""
+    """The measured times are in microseconds, for the llama3-70b MLP with 4096 tokens on 2 H200s
+    (bench/results/operators.jsonl)."""
     machine = machine_for("cuda")
     for pattern, measured in (
         ("all_gather_matmul", 1219.3),
@@ -360,8 +361,8 @@ WITHOUT_PEERS_MEASURED = {  # 2 H200s, NCCL_P2P_DISABLE=1: {tokens: (keep, group
 
 @pytest.mark.parametrize("pattern", WITHOUT_PEERS_MEASURED)
 def test_groups_of_waves_pay_where_peers_are_out_of_reach(pattern: str) -> None:
-    """Measured on two GPUs without peer access: 29 GB/s for each leg of an all-reduce, 25 GB/s for a scatter. The ring
-    was slower than the plain graph and must not be chosen."""
+    """Two GPUs without peer access moved 29 GB/s in each leg of an all-reduce, and 25 GB/s in a scatter. The ring was
+    slower than the plain graph and must not be chosen."""
     machine = machine_for(WITHOUT_PEERS)
     for tokens, (keep, groups) in WITHOUT_PEERS_MEASURED[pattern].items():
         sizes = mlp(pattern, tokens, 2)

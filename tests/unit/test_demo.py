@@ -99,7 +99,8 @@ def test_demo_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_link_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a slow link, the demo runs and says why. If the user asked for a rate, this is an error."""
+    """If a slow link cannot be made, the demo runs without it and says why. If the user asked for a rate, the demo
+    raises an error instead."""
     monkeypatch.setattr(slow_link, "why_not", lambda: "needs root")
     setup = demo._resolve(DemoOptions(device="cpu", parts=("block",)))
     assert (setup.megabits, setup.no_link) == (None, "needs root")

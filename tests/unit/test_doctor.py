@@ -94,7 +94,7 @@ def test_asked_for_and_replaced_by_another_pass(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_asked_for_and_effective_with_another_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only the mode is compared, but every switch."""
+    """The doctor compares every requested switch with the switch in effect, not only the mode."""
     monkeypatch.setenv("OVERLAP_INDUCTOR", "on")
     monkeypatch.setenv("OVERLAP_INDUCTOR_SUB_CHUNKS", "8")
     monkeypatch.setattr(probe, "config_in_slot", lambda: OverlapConfig(sub_chunks=2))

@@ -60,7 +60,7 @@ def test_another_process_writes_the_same_bytes(torch_base: ForkBase, tmp_path: P
         "import sys; from overlap_inductor.report.dump import write_dump; from tests.unit import sample_reports as s\n"
         "for r in (s.llama(3), s.block(), s.llama(2)): write_dump(r, sys.argv[1], 0)"
     )
-    # The fork is made from another process, with another hash seed.
+    # The script runs in a fork of another process, which has another hash seed.
     here, there = tmp_path / "here", tmp_path / "there"
     for report in (samples.llama(3), samples.block(), samples.llama(2)):
         write_dump(report, here, 0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a graph's exchange is equal on all ranks. Their graphs may differ in ways that do not change what is
-sent."""
+"""The text of a graph's exchange is equal on all ranks, even if the ranks' graphs differ in ways that do not change
+what is sent."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.hand_graph import aten
 
 
 def _steps(function: Callable[..., Any]) -> list[str]:
-    """The steps of the exchange of ``function``: a gather with pointwise ops before its matmul. A looping op computes
-    these ops on shards."""
+    """The steps of the exchange of ``function``, in which pointwise ops stand between a gather and its matmul. A
+    looping op computes these ops on shards."""
     with fake_group(3):
         (report,) = reports_of(function, torch.randn(6, 4), torch.randn(12, 8), step_node_budget=1)
     steps: list[str] = json.loads(report.exchange)["steps"]

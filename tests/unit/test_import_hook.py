@@ -30,7 +30,7 @@ def body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Body]:
 
 @pytest.fixture
 def needed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A fake of the module that callbacks use. While its body runs, callbacks are postponed."""
+    """A fake of the module that callbacks use. Callbacks are postponed, because the module's body still runs."""
     module = SimpleNamespace(__spec__=SimpleNamespace(_initializing=True))
     monkeypatch.setitem(sys.modules, import_hook._NEEDED, module)
     return module

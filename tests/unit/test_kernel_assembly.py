@@ -27,7 +27,7 @@ from overlap_inductor.kernels.wave_groups import wait_for_group
 
 @triton.jit
 def everything(flag, peer_flag, stop, mine, theirs, value, patience):
-    # Waits and additions are called twice, because the labels of two calls must not clash.
+    # Waits are called twice, because the labels in two waits must not clash.
     for i in range(value):
         signals.wait_at_least(flag, i, stop, patience, 1, 0)
         signals.load_fence()
@@ -180,7 +180,7 @@ SLICES = {
 
 
 def _multiplying(machine: str) -> list[list[str]]:
-    """The machine code between two multiplications, inside the loops over K."""
+    """The machine code between each multiplication and the next one, inside the loops over K."""
     lines = machine.splitlines()
     multiplies = [i for i, line in enumerate(lines) if "HGMMA" in line]
     return [lines[a:b] for a, b in zip(multiplies, multiplies[1:]) if b - a < 100]

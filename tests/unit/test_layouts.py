@@ -45,7 +45,7 @@ def arange(layout: Layout) -> np.ndarray:
 
 @st.composite
 def regrouped(draw: st.DrawFn, shape: list[int]) -> list[int]:
-    """A shape with as many elements: neighbouring dims merged, dims split, ones inserted."""
+    """A shape with as many elements as ``shape``. Neighbouring dims may be merged, dims split, and ones inserted."""
     shape = list(shape)
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, len(shape) - 1))
@@ -141,7 +141,7 @@ def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
 @many
 @given(st.data(), shards, world_sizes)
 def test_same_elements(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """``same_elements`` is true only if both layouts hold the same elements in one order. Different atoms of equal
+    """``same_elements`` is true only if both layouts hold the same elements in the same order. Different atoms of equal
     sizes are different elements."""
     raw = Layout.gathered(shard, world_size)
     order = data.draw(st.permutations(range(len(shard))))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switch ``machine``: the facts that it accepts and the values that it refuses. Cache keys and compared texts hold
-the facts, not the file's path."""
+"""The switch ``machine``: the facts that it accepts and the values that it refuses. The cache key, and the text that
+ranks compare, hold the facts and not the file's path."""
 
 from __future__ import annotations
 

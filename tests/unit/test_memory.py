@@ -15,7 +15,7 @@ from overlap_inductor.torch_compat import memory
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests to the allocator of GPU 1, which is the current one."""
+    """The requests to the allocator of GPU 1, which is the current GPU."""
     found: list[Any] = []
     monkeypatch.setattr(memory, "_on_gpu", lambda *arguments: found.append(arguments))
     monkeypatch.setattr(memory, "_current_gpu", lambda: 1)

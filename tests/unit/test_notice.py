@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line about a compiled graph. Without configured logging, users see it. With logging, it is seen at most once."""
+"""The line about a compiled graph. Without configured logging, users see the line. With logging, they see it at most
+once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes that may differ between ranks are rounded in estimates, so each kind of nodes must name all of them."""
+"""Estimates round the sizes that may differ between ranks. So each class of site nodes must name all these sizes."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.xdist_group("the package is built once")
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str], str]:
-    """Names in the source archive and in the wheel, and the wheel's metadata. Both are built from a copy of the
-    project, because a build writes into the project's folder."""
+    """The names of the files in the source archive and in the wheel, and the wheel's metadata. Archive and wheel are
+    built from a copy of the project, because a build writes into the project's folder."""
     pytest.importorskip("setuptools", minversion="77", reason='older versions refuse license = "Apache-2.0"')
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for folder in FOLDERS:

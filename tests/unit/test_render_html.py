@@ -32,7 +32,7 @@ def test_page_is_well_formed(report: OverlapReport) -> None:
 
 @pytest.mark.parametrize("report", ALL)
 def test_page_loads_nothing(report: OverlapReport) -> None:
-    """The page is opened on machines without a network."""
+    """The page may be opened on a machine without a network."""
     html = render_html(report)
     page = Page(html)
     for tag, attributes in page.elements:
@@ -113,7 +113,7 @@ def test_unchanged_runs_are_folded_and_lose_no_line() -> None:
 
 
 def test_five_thousand_lines_render_in_seconds() -> None:
-    """Dumps are written while a model compiles, so no comparison or search may be quadratic."""
+    """A page is written while a model compiles, so the time must not grow with the square of the number of lines."""
     before = [f"mm_{i}: float32[4, 4] = aten.mm.default(view_{i}, permute_{i})" for i in range(5000)]
     after = [
         text

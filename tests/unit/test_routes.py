@@ -46,8 +46,8 @@ def hops(route: str, world_size: int, parts: int) -> list[list[routes.Hop]]:
 @every_size
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_every_hop_is_a_permutation(route: str, world_size: int, parts: int) -> None:
-    """In a hop, two ranks must not send to one receiver, no rank sends to itself, and each receive has a send.
-    Otherwise ranks hang."""
+    """On each link of a hop, exactly one rank must send to each rank. No rank may send to itself. Each receive needs a
+    send. Otherwise ranks hang."""
     for ranks in hops(route, world_size, parts):
         for link in range(len(ranks[0].sends)):
             assert sorted(h.sends[link].peer for h in ranks) == list(range(world_size))

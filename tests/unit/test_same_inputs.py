@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rewritten graph assumes that some inputs are equal on all ranks. The ranks of a group compare digests of them."""
+"""A rewritten graph assumes that some inputs are equal on all ranks. The ranks of a group compare
+digests of these inputs."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_a_script_can_be_imported(name: str) -> None:
 
 
 def missing(script: ModuleType) -> list[str]:
-    """The attributes (as ``module.attribute``) that ``script`` uses in the package's modules, but that do not exist."""
+    """The attributes of the package's modules that ``script`` uses and that do not exist, as ``module.attribute``."""
     modules = {
         name: value
         for name, value in vars(script).items()

@@ -96,8 +96,8 @@ def _end(row: PlacedRow) -> float:
 @pytest.mark.parametrize("estimate", [{"matmul": 600.0, "collective": 380.0}, {"matmul": 10.0, "collective": 500.0}])
 @pytest.mark.parametrize("share", [0.7, 0.99, 1.3])
 def test_steps_do_the_work(pattern: str, world_size: int, estimate: dict[str, float], share: float) -> None:
-    """The matmul's time must be complete, and steps on one lane must not overlap. The transfer may be cut only if no
-    fixed cost is drawn."""
+    """The matmul's time must be complete, and steps on one lane must not overlap. The transfer may be
+    drawn shorter than the collective only if no fixed cost is drawn."""
     keep = sum(estimate.values())
     total = max(share * keep, 1.01 * max(estimate.values()))
     parameters = {"sub_chunks": 4, "route": ROUTES[pattern][0]}

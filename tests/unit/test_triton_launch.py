@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PreparedKernel`` binds arguments by name. Its direct launch passes each at its position in the kernel."""
+"""``PreparedKernel`` binds arguments by name. The direct launch passes them in the order of the kernel's parameters."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_not_supported(version: str) -> None:
 
 
 def test_no_version_is_compared_as_text() -> None:
-    """Catches a version that is compared as text: ``2.9`` would come after ``2.11``."""
+    """Compared as text, ``2.9`` would come after ``2.11``."""
     folder = Path(overlap_inductor.__file__).parent
     found = [
         p for p in folder.rglob("*.py") if re.search(r"__version__\.(startswith|split)|__version__ [<>]", p.read_text())

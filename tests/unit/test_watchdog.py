@@ -47,8 +47,8 @@ class Scene:
         self.dog.watch(self.faults, lambda: self.alive, lambda: self.in_flight)
 
     def give_up(self, rank: int = 0, stamp: int = 0) -> None:
-        """Leave the record of a kernel on rank ``rank`` that gave up. It waited for call 8 of the group's second
-        rank."""
+        """Leave the record of a kernel that gave up on the group's rank ``rank``. The kernel waited for call 8 of the
+        group's second rank."""
         record = self.faults.board.record(rank)
         record[1:5] = torch.tensor([WAIT_KINDS * self.site + WAIT_PART, 1, 8, 7])
         record[6:] = torch.tensor([stamp]).view(torch.int32)
@@ -85,8 +85,8 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
 
 
 def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """The rank that gave up cannot always abort the waits of this GPU. There may be no peer access, or the rank's host
-    may have timed out. So the watchdog stops the waits."""
+    """A rank that gives up or aborts cannot always stop the waits of this GPU. For example, its host may fail to copy
+    the abort word. So the watchdog stops the waits of its own GPU."""
     scene = Scene()
     scene.give_up(0, stamp=7)
     scene.give_up(2, stamp=6)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the waves of a matmul are divided among collectives: bandwidth curve, predicted time, and search. The search must
-find a partition as fast as that of brute force."""
+find a partition as fast as the one that brute force finds."""
 
 from __future__ import annotations
 

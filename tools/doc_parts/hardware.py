@@ -30,7 +30,7 @@ UNKNOWN = "unknown: `overlap-inductor demo` measures it"
 def table() -> str:
     lines = [[f"{name}, one machine with NVLink", _names(_on_gpus(name)), *_measured(name)] for name in GPUS]
     own = [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
-    # Schedules without kernels of this package, as on an A100, run on other GPUs and across machines, too.
+    # The schedules of an A100 use no kernels of this package. So they also run on other GPUs and across machines.
     several = [s.name for s in SCHEDULES if s.name in _on_gpus("NVIDIA A100")]
     compare = "unknown: time your model with and without overlap"
     lines.append(["other GPUs, GPUs without NVLink, groups over several machines", _names(several), "not yet", compare])

@@ -13,10 +13,14 @@ GROUPS: dict[str, dict[str, str]] = {
         ),
     },
     "It does not pay, or does not fit": {
-        "too_small": "No schedule is estimated to be fast enough. The text has the estimate of each schedule.",
+        "too_small": (
+            "No schedule is estimated to be fast enough, or the sequence-parallel rewrite is not. The text has the"
+            " estimates."
+        ),
         "host_bound": (
-            "The host needs about as long to launch the graph as the GPUs need to run it, so hiding transfers saves"
-            " nothing. (`passes/host_time.py` says how both times are estimated.)"
+            "The GPUs are estimated to need less than twice the time that the host needs to launch the graph. So the"
+            " GPUs may wait for the host, and hiding transfers may save nothing. (`passes/host_time.py` says how both"
+            " times are estimated.)"
         ),
         "workspace": (
             "The sites of the group would hold more symmetric memory than `OVERLAP_INDUCTOR_WORKSPACE_LIMIT`. So sites"
@@ -26,8 +30,8 @@ GROUPS: dict[str, dict[str, str]] = {
             "The unrolled steps would add more nodes to the graph than `OVERLAP_INDUCTOR_STEP_NODE_BUDGET` allows, and"
             " no looping op computes this site. Looping ops compute no batched or scaled matmuls. Between a matmul that"
             " is not grouped and a later collective, they compute only sums, biases and one cast. Between a gather and"
-            " a later matmul, an op must read no other tensor, must not widen the dtype, and must have no reader"
-            " outside the site. Some looping ops compute no bias, or not every layout."
+            " a later matmul, they compute only ops that read no other tensor, do not widen the dtype, and have no"
+            " reader outside the site. Some looping ops compute no bias, or not every layout."
         ),
         "moving_pass": (
             "An option of Inductor moves nodes after this pass. The option buckets collectives"

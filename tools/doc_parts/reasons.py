@@ -29,7 +29,7 @@ def codes() -> dict[str, list[str]]:
 
 def _codes_in(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        # ``Reason("code", ...)``, and ``@check("code")`` in the check.py of passes and of passes/sequence.
+        # A code is the first argument of ``Reason("code", ...)`` or ``@check("code")``.
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Reason", "check"):
             first = node.args[0] if node.args else None
             if isinstance(first, ast.Constant) and isinstance(first.value, str):

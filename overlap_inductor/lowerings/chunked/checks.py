@@ -22,8 +22,8 @@ def check(
     launch: Launch,
     parameters: ChunkedParameters,
 ) -> None:
-    """Raise ``UnsupportedError`` if the schedule does not support a dtype, size or layout of a call, or if the slot is
-    too small. ``a``: left operand, or what is sent. ``rows``: rows of a shard."""
+    """Raise ``UnsupportedError`` if the schedule does not support a dtype or size of a call, or if the slot is too
+    small. ``a``: the left operand, or what is sent. ``rows``: the number of rows of a shard."""
     check_matmuls(a, matmuls)
     sent = a.dtype if pattern in chunked_plan.GATHERS else matmuls[0].dtype(a)
     nbytes, signals = chunked_plan.needed(
@@ -50,7 +50,7 @@ def slice_size(size: int, what: str, ranks: int) -> int:
 
 
 def check_matmuls(a: torch.Tensor, matmuls: Sequence[VendorMatmul]) -> None:
-    """``check`` of dtypes, sizes and layouts. ``a``: left operand."""
+    """Raise ``UnsupportedError`` if the schedule does not support a dtype or size. ``a``: the left operand."""
     for matmul in matmuls:
         b = matmul.b
         reason = chunked_plan.why_not(a.dtype, a.shape[1], matmul.columns, matmul.scales is not None)

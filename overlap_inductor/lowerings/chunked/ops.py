@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the ops of schedule ``chunked``. One call of an op runs all matmuls, transfers and sums of a site.
+"""Define the ops of schedule ``chunked`` for plain matmuls. One call of an op runs the matmuls, transfers and sums of
+a site.
 
 The modules that launch kernels import Triton, so they are imported when the first op runs.
 """

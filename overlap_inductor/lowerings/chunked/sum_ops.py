@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``chunked`` for a sum of matmuls that is reduced once, as in the backward of q, k and v.
-Otherwise they are like the ops of ``one_op.ops``.
+In everything else, they are like the ops of ``one_op.ops``.
 
-Shapes (W ranks, this rank's view): each ``lhs [W*m, K_i]`` (in an all-reduce any number of rows), ``rhs [K_i, N]``,
-fp16 or bf16; the bias belongs to the first product. For each chunk, every matmul but the first adds to the result so
-far, which is already rounded. Inductor's ``addmm`` rounds at the same points.
+Operands on one of W ranks, fp16 or bf16: each ``lhs [W*m, K_i]`` (in an all-reduce, with any number of rows) and each
+``rhs [K_i, N]``. The bias belongs to the first product. For each chunk, every matmul but the first adds its product to
+the sum so far, which is already rounded. Inductor's ``addmm`` rounds at the same points.
 """
 
 from __future__ import annotations

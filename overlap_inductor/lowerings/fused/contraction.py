@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused`` launches ``all_to_all(a) @ b`` with the exchanged dim contracted
+"""Launches ``all_to_all(a) @ b`` for schedule ``fused``, if the matmul contracts the exchanged dim
 (``kernels.all_to_all_contraction``)."""
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def contracted_all_to_all_matmul(
     bias: torch.Tensor | None = None,
     keep: bool = False,
 ) -> torch.Tensor:
-    """``bias`` plus the sum of ``received[s] @ b[s]`` over all source ranks ``s``; ``received = all_to_all(a)``.
+    """``bias`` plus the sum of ``received[s] @ b[s]`` over all source ranks ``s``, where ``received = all_to_all(a)``.
 
     Args:
         a: ``[world_size * rows, k]``, a shard for each rank, fp16 or bf16, contiguous and aligned to 16 bytes.
-        b: ``[world_size * k, N]``, its rows in the order of ranks. Row-major or column-major, with rows or columns of
-            whole 16-byte words.
+        b: ``[world_size * k, N]``, with the rows in the ranks' order. ``b`` is row-major with rows of whole 16-byte
+            words, or column-major with such columns.
         bias: ``[N]``.
         keep: as in ``received.Received``.
 

@@ -45,8 +45,8 @@ def _operands(call: Received) -> list[torch.Tensor | None]:
 
 
 def prepare_gather(call: Received, launch: Launch, p: FusedParameters) -> Kernel:
-    """Prepare the kernel of a call in ``GATHERS``, with ``b [K, N]`` and a result ``[world_size * rows, N]`` for each
-    weight.
+    """Prepare the kernel of a call of a pattern in ``GATHERS``. Each weight is ``[K, N]``, and its result
+    ``[world_size * rows, N]``.
 
     Raises:
         UnsupportedError: the kernel does not support its operands, or the slot is too small.
@@ -54,7 +54,7 @@ def prepare_gather(call: Received, launch: Launch, p: FusedParameters) -> Kernel
     a, own, rhs, world_size = call.a, call.own, call.rhs, launch.world_size
     rows, inner = own.shape
     copied, slices = call.copied(p), slices_of(world_size, own, rhs, p)
-    # Copies send a shard as one band: one more copy costs more than the wait for the whole shard.
+    # Copies send a shard as one band, because one more copy costs more time than the wait for the whole shard.
     part_rows = -(-rows // p.block_m) * p.block_m if copied else band_rows(rows, world_size, p)
     transposed = {lies_transposed(b) for b in rhs}
     if len(transposed) > 1 or not 1 <= len(rhs) <= MOST_WEIGHTS:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all launches of schedule ``fused`` share: epilogues (``Tail``), checks, and the key of a prepared kernel."""
+"""What all launches of matmuls in schedule ``fused`` share: epilogues (``Tail``), checks, the key of a prepared
+kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class Tail(NamedTuple):
 
     Attributes:
         epilogues: an epilogue or ``None`` for each result.
-        extras: the tensors that the epilogues read, contiguous, in the order of the epilogues.
+        extras: the contiguous tensors that the epilogues read besides the results, in the order of the epilogues.
     """
 
     epilogues: tuple[Epilogue | None, ...] = ()
@@ -42,7 +43,8 @@ class Tail(NamedTuple):
         )
 
     def check(self, results: Sequence[torch.Tensor]) -> None:
-        """Raises ``UnsupportedError`` if the extra tensors do not match what the epilogues of ``results`` read."""
+        """Raises ``UnsupportedError`` if the epilogues do not match ``results``, or the extra tensors do not match the
+        epilogues."""
         kinds = [(k, r) for e, r in zip(self.epilogues, results) if e is not None for k in e.extras]
         shapes = [
             {"full": r.shape, "row": r.shape[1:], "column": r.shape[:1], "scalar": torch.Size([1])}[k] for k, r in kinds
@@ -69,7 +71,8 @@ NO_TAIL = Tail()
 
 
 def check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
-    """Check operands and room. ``need``: ``(bytes, signals)`` of the call's slot. Raises ``UnsupportedError``."""
+    """Raises ``UnsupportedError`` if the kernels do not support an operand, or if the slot is smaller than ``need``:
+    ``(bytes, signals)``."""
     check_operands(a, b, bias)
     launch.check_room(*need)
 
@@ -83,7 +86,8 @@ def key_of(
     parameters: FusedParameters,
     flag: bool,
 ) -> tuple[object, ...]:
-    """Everything on which a call's prepared kernel depends. ``flag``: ``keep``, ``average`` or ``by_columns``.
+    """Everything on which a call's prepared kernel depends. ``flag``: the argument ``keep``, ``average`` or
+    ``by_columns`` of the call.
 
     Raises ``UnsupportedError`` if ``a`` is not contiguous, or if an operand of a matmul is not aligned to 16 bytes.
     """

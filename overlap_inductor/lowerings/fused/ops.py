@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``fused``: one functional op for each site, one persistent kernel for each op.
 
-One launch multiplies a gathered tensor by some of the weights (``parameters.in_one_launch``), the vendor's matmul by
-the others. Operands in a layout that no kernel reads are copied first.
+If several weights multiply a gathered tensor, the kernel computes the products with some of them
+(``parameters.in_one_launch``). The vendor's matmul computes the other products. Operands in a layout that no kernel
+reads are copied first.
 """
 
 from __future__ import annotations
@@ -233,8 +234,8 @@ define_gather("fused", fused_plan, functools.partial(_gather, "all_gather_matmul
 define_reductions("fused", fused_plan, _reduce)
 define_exchanges("fused", fused_plan, _send, functools.partial(_gather, "all_to_all_matmul"))
 define_contracted("fused", fused_plan, _contract)
-# The all-gather and the reductions, followed by pointwise ops on ``extras``. ``epilogues``:
-# ``epilogue_program.to_text`` of an epilogue or ``None`` for each result.
+# The ops above for all-gathers and reductions, with epilogues that also read ``extras``. ``epilogues`` is what
+# ``epilogue_program.to_text`` makes of each result's epilogue or ``None``.
 define(
     "fused_all_gather_matmul_epilogue(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used,"
     " Tensor[] extras, str epilogues, str settings, str group_name, str site) -> (Tensor[], Tensor)",

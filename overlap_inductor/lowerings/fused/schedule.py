@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``fused``: a site becomes one op. Its kernel also computes the pointwise ops that follow the results
-(epilogue).
+"""Schedule ``fused``: a site becomes one op. The op's kernel also computes the pointwise ops that follow the results,
+as an epilogue.
 
-With a dynamic token count there is no epilogue. Calls of few tokens run as written, and would have to run these ops one
-by one.
+A site with a dynamic token count has no epilogue. Its calls of few tokens run as written, and would run the pointwise
+ops of an epilogue one by one.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from overlap_inductor.torch_compat import symmetric
 
 @dataclass(frozen=True)
 class FusedSchedule(TableSchedule):
-    """See ``SiteSchedule``. If a result has an epilogue, the plan has a parameter ``epilogue``: each result's program
-    as text, empty if it has none."""
+    """See ``SiteSchedule``. If a result has an epilogue, the plan has a parameter ``epilogue``: for each result,
+    the epilogue's program as text, or an empty text."""
 
     def pieces(self, site: OverlapSite, config: OverlapConfig, min_rows: int) -> list[PlanPiece]:
         found = super().pieces(site, config, min_rows)
@@ -57,8 +57,8 @@ class FusedSchedule(TableSchedule):
         settings = super().settings_for(site, config)
         if site.facts.pattern not in GATHERS:
             return settings
-        # All ranks must push a shard in the same number of slices, which depends on the tiles of all weights. Ranks may
-        # have different numbers of columns, but rounded sizes usually agree.
+        # The number of slices in which a rank pushes its shard depends on the number of column tiles, and must be equal
+        # on all ranks. Ranks may have different numbers of columns, but rounded numbers are usually equal.
         rights = [right for _, right in operands(served(site))]
         columns = [rounded(int(rights[i].shape[1])) for i in in_one_launch(rights)]
         return {**settings, "column_tiles": column_tiles(columns, parameters_of(json.dumps(settings), 1))}
@@ -67,7 +67,7 @@ class FusedSchedule(TableSchedule):
         if "epilogue" not in parameters:
             return super().rewrite(emit, site, parameters)
         site = served(site)
-        # Found again, because rewrites of earlier sites have put other nodes into the graph.
+        # The tails are found again, because rewrites of earlier sites have put other nodes into the graph.
         tails = tails_of(site, parameters["epilogue"])
         if described(tails) != parameters["epilogue"]:
             raise RuntimeError(f"the epilogue was planned as {parameters['epilogue']} and is now {described(tails)}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates of the fused lookup kernel, with the constants of other fused kernels.
 
-On 2 H100s (bench/results/lookups.jsonl), 64 tables with bags of 1 to 20 indices took 1.06 to 1.09 times the estimate.
+On 2 H100s (bench/results/lookups.jsonl), 64 tables with bags of 1 to 20 indices took 1.04 to 1.09 times the estimate.
 Bags of 100 indices took 0.7 times the estimate.
 """
 
@@ -16,8 +16,8 @@ from overlap_inductor.facts.machine import Machine
 from overlap_inductor.lowerings.fused.cost import COST
 
 EXPOSED = COST.exposed[1]
-"""Exposed fraction of the shorter of lookups and transfer. This is the reduce-scatter's number
-(bench/results/fused.jsonl). That kernel also computes the other ranks' slices first and stores them into the peers'
+"""Exposed fraction of the shorter of lookups and transfer. It was measured for the fused reduce-scatter
+(bench/results/fused.jsonl), which also computes the other ranks' slices first and stores them into the peers'
 memory."""
 RANKS = 2
 """The largest measured group."""

@@ -18,7 +18,7 @@ from overlap_inductor.sites.tile_epilogue import Tail
 from overlap_inductor.sites.tile_epilogue import find_tail
 
 GATHER = "all_gather_matmul"
-"""The pattern whose op has an epilogue for each matmul. Other patterns' ops have one epilogue."""
+"""The pattern whose op has an epilogue for each matmul. The op of a reduction has one epilogue."""
 
 
 def results_of(site: OverlapSite) -> list[fx.Node]:
@@ -32,9 +32,10 @@ def tails_of(site: OverlapSite, planned: list[str] | None = None) -> list[Tail |
     """The tail of each result; empty for a dynamic token count and for an all-to-all. A result has no tail (``None``)
     in these cases:
 
-    * The kernel can compute no tail of it.
+    * ``find_tail`` finds none.
     * The vendor's matmul computes the result.
-    * The kernel writes the rows in another order than the result's.
+    * The kernel writes the rows in another order than the result has, or writes the transposed product.
+    * The result of a reduction is not that of one collective alone.
 
     ``planned``: what ``described`` returned when the site was planned.
     """
@@ -76,5 +77,5 @@ def _gather_tails(site: OverlapSite, planned: list[str] | None) -> list[Tail | N
 
 
 def _one_run(sharded: ShardedDim) -> bool:
-    """Whether a rank's rows are consecutive, and none are missing."""
+    """Whether the rows of each rank are consecutive, and all shards have the same size."""
     return isinstance(sharded.outer, int) and sharded.outer == 1 and not sharded.short

@@ -9,13 +9,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from overlap_inductor.lowerings.one_op.operands import lies_transposed
 
 TILES_A_BATCH = 8
-"""Tiles of a batch. After a batch, a block waits until its last store has left shared memory. Within a batch, a tile's
-store runs under the next tile's matmul."""
+"""The number of tiles in a batch. After a batch, a block waits until its last store has left shared memory. Within a
+batch, the store of a tile runs under the matmul of the next tile."""
 
 
 def right_descriptor(b: torch.Tensor, block_n: int, block_k: int) -> tuple[TensorDescriptor, bool]:
-    """``(descriptor, whether it describes the transpose)`` for ``b [K, N]``. A block has ``[block_k, block_n]``
-    elements of ``b``."""
+    """``(descriptor, whether it describes the transpose)`` for ``b [K, N]``. A block of the descriptor covers
+    ``[block_k, block_n]`` elements of ``b``."""
     if lies_transposed(b):
         return TensorDescriptor.from_tensor(b.t(), [block_n, block_k]), True
     return TensorDescriptor.from_tensor(b, [block_k, block_n]), False

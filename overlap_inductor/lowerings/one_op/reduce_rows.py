@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ReduceRows``: matmuls and the collective after them, written as one op."""
+"""``ReduceRows`` writes matmuls and the collective after them as one op."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class ReduceRows:
 
 
 def summed(nodes: ReduceNodes) -> Biases:
-    """``biases_of`` for a site that was planned as a sum of matmuls. Raises ``RuntimeError`` if the graph has changed
-    and has no such sum."""
+    """The biases of a site that was planned as a sum of matmuls. Raises ``RuntimeError`` if the graph has changed and
+    has no such sum."""
     biases = biases_of(nodes, nodes.computed)
     if biases is None:
         raise RuntimeError(

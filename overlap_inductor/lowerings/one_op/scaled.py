@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check sites of fp8 matmuls (``_scaled_mm``), and pass their scales to op
+"""Check sites of fp8 matmuls (``_scaled_mm``), and lay out their scales for the op
 ``overlap_inductor::<schedule>_scaled_<pattern>``.
 
-An operand has one scale, or one for each row (left operand) or column (right operand). Row scales cover the rows of all
-ranks, in the ranks' order (``lowerings.rows``). If the op computes the transposed product, the operands' scales are
-swapped.
+An operand has one scale, or a scale for each row of a left operand or column of a right operand. Scales of rows cover
+the rows of all ranks, in the ranks' order (``lowerings.rows``). If the op computes the transposed product, the scales
+of the two operands are swapped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_scaled(site: OverlapSite) -> bool:
 
 
 def why_not(site: OverlapSite) -> str | None:
-    """Why no op of scaled matmuls can compute this site; ``None`` if one can. Rows and sizes are checked elsewhere."""
+    """Why no op of scaled matmuls can compute this site; ``None`` if one can. Sizes are not checked here."""
     kinds = sorted({m.kind for m in site.matmuls})
     if len(kinds) > 1:
         return (
@@ -51,14 +51,14 @@ def why_not_right(left: torch.Tensor, right: torch.Tensor) -> str | None:
     if inner != 1 or apart < right.shape[0] or apart % 16:
         return (
             f"the right operand is {right.dtype}{list(right.shape)} with strides {list(right.stride())}; expected"
-            " columns of whole 16-byte words"
+            " contiguous columns, which start a multiple of 16 bytes apart"
         )
     return None
 
 
 def _matmuls(site: OverlapSite) -> list[tuple[MatmulNode, bool, ShardedDim]]:
-    """For each matmul: the matmul, whether the op computes its transposed product, the dim that the ranks' shards
-    cut."""
+    """For each matmul: the matmul, whether the op computes its transposed product, and the dim that is cut into
+    shards."""
     nodes = site.nodes
     described = zip(nodes.matmuls, nodes.roles, nodes.sharded_dims, strict=True)
     return [(matmul, role == "N", sharded) for matmul, role, sharded in described]

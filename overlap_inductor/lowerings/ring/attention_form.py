@@ -29,8 +29,8 @@ class AttentionRing:
         return {"K": site.facts.collective.world_size}
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
-        """For each shard: two slices with a view each, attention and its two results, nodes for masks and merging. Also
-        the ops of the hops."""
+        """As ``form.RingForm``. Each shard has two slices with a view each, attention with two results, and nodes for
+        masks and merging. The ops of the hops come on top."""
         world_size, attention = site.facts.collective.world_size, nodes_of(site, AttentionNodes).attention
         hiding = 8 if attention.is_causal else 4 if attention.hides_keys else 0
         return 8 + 2 * routes.hop_count(route, world_size, parts) + world_size * (16 + hiding)

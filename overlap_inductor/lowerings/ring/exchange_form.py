@@ -23,7 +23,8 @@ from overlap_inductor.sites.step_emitter import part_count
 
 
 class SentRing:
-    """See ``form.RingForm``. The slices for the other ranks come first. Each is sent as soon as it is computed."""
+    """See ``form.RingForm``. The slices for the other ranks come first. Each piece is sent as soon as it is
+    computed."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         parts = part_count(nodes_of(site, SentNodes).lead, config.sub_chunks)
@@ -58,7 +59,8 @@ class SentRing:
 
 
 class ReceivedRing(GatherRing):
-    """See ``form.RingForm``. This rank's own tokens are multiplied first, the others when they arrive."""
+    """See ``form.RingForm``. This rank's own tokens are multiplied first, the tokens of other ranks when they
+    arrive."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         return {**super().parameters(site, config), "route": unrolled_exchange.ROUTE}

@@ -4,8 +4,8 @@
     x = wait_tensor(all_to_all(rows))[index]           ->  buffer, results, [x, ...] = all_to_all_experts(rows, ...)
     y = wait_tensor(all_to_all(index_put(experts(x))))     exchange_wait(buffer, [results]);  y = buffer
 
-Work that does not need ``y``, for example gradients of weights, can run between op and wait
-(``passes.delayed_matmuls``).
+Work that does not need ``y``, for example gradients of weights, can run between ``all_to_all_experts`` and
+``exchange_wait`` (``passes.delayed_matmuls``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ overlap = torch.ops.overlap_inductor
 
 
 class ExpertsRing(UnevenRing):
-    """See ``form.RingForm``. The rank's own rows are computed first, the others when they arrive. Each piece is
-    returned as soon as it is computed."""
+    """See ``form.RingForm``. The rank's own rows are computed first, the rows of other ranks when they arrive. Each
+    piece is sent back as soon as it is computed."""
 
     def loopable(self, site: OverlapSite) -> bool:
         return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a gathered tensor's shard can be cut into sub-chunks, and which dim of a matmul they cut."""
+"""Where a shard of a gathered tensor can be cut into sub-chunks, and which dim of a matmul the sub-chunks cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from overlap_inductor.sites.layouts import Size
 
 
 def leading_atom(nodes: GatherNodes) -> Atom | None:
-    """The outermost dim of a shard in memory. Sub-chunks are cut along it, so they are contiguous."""
+    """The outermost dim of a shard in memory. A shard is cut along this dim, so that sub-chunks are contiguous."""
     atoms = [a for a in nodes.raw.flat() if not a.rank]
     return atoms[0] if atoms else None
 
@@ -33,8 +33,8 @@ def axis_of(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | Non
     for dim, atoms in enumerate(consumer.layout.refined().dims):
         if any(a is lead for a in atoms):
             found = row_pieces.position(atoms, lead)
-            # Pieces of the result must be complete. A cut through a contracted dim that is not gathered would give
-            # partial sums.
+            # A cut through a contracted dim that is not gathered would give partial sums, but each piece of the result
+            # must be complete.
             if found is None or found[0] == "cross" and consumer.matmul.role(consumer.operand, dim) == "K":
                 return None
             return found[0], dim, found[1]
@@ -42,7 +42,7 @@ def axis_of(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | Non
 
 
 def crossed_role(nodes: GatherNodes, consumer: GatherConsumer) -> str | None:
-    """The role of the matmul's dim that sub-chunks cut, if it is not the gathered dim; else ``None``."""
+    """The role of the matmul's dim that sub-chunks cut; ``None`` if it is the gathered dim, or no dim can be cut."""
     lead = leading_atom(nodes)
     axis = axis_of(consumer, lead) if lead is not None else None
     return consumer.matmul.role(consumer.operand, axis[1]) if axis is not None and axis[0] == "cross" else None

@@ -64,7 +64,7 @@ class GatherRing:
         return looped_gather.rewrite(emit, nodes_of(site, GatherNodes), parts, floor, route)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """The size of the dim of a shard that sub-chunks cut; ``None`` if there is one sub-chunk."""
+        """As ``form.RingForm``: the size of the dim of a shard that sub-chunks cut. ``None`` if a shard is not cut."""
         nodes = nodes_of(site, GatherNodes)
         if parts == 1:
             return None
@@ -75,8 +75,8 @@ class GatherRing:
 
 
 def _nodes_a_piece(consumer: GatherConsumer) -> int:
-    """Estimated number of nodes of a piece's matmul and its views. If the gathered dim is contracted, more nodes cut
-    the other operand, widen sums and zero the padding of short shards."""
+    """Estimated number of nodes for one piece: the matmul and its views. If the gathered dim is contracted, more nodes
+    cut the other operand, widen sums and zero the padding of short shards."""
     narrow = consumer.role == "K" and tools.dtype(consumer.matmul.node).itemsize < 4
     short = consumer.role == "K" and consumer.sharded.short
     return {"M": 2, "N": 3, "K": 4, "B": 3}[consumer.role] + (2 if narrow else 0) + (3 if short else 0)
@@ -84,5 +84,5 @@ def _nodes_a_piece(consumer: GatherConsumer) -> int:
 
 def in_eights(nodes: Iterable[fx.Node]) -> int:
     """The number of pointwise ops among ``nodes``, rounded down to a multiple of 8. One rank may have a bias, a cast or
-    padding that others lack. Rounding rarely lets this change what is unrolled."""
+    padding that others lack. Because of the rounding, such a difference rarely changes which sites are unrolled."""
     return sum(tools.is_pointwise(n) and n.target not in tools.SAME for n in nodes) // 8 * 8

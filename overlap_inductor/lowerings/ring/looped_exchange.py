@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write all-to-alls as looping ops: choose the sites, lay out operands and results."""
+"""Write all-to-alls as looping ops: decide which sites an op can compute, and lay out operands and results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int, floor: int) ->
 
 
 def computes_received(nodes: ReceivedNodes) -> bool:
-    """Whether the op can compute ``all-to-all -> matmul``. Only views may stand between them."""
+    """Whether the op can compute ``all-to-all -> matmul``. Only views may be between the all-to-all and the matmul."""
     first = nodes.consumers[0].operand_node
     same = tools.dtype(first) == tools.dtype(nodes.collective.input)
     return same and nodes.only_views(first) and looped_gather.forms_of(nodes) is not None

@@ -2,7 +2,7 @@
 """The looping ops of all-to-alls, which run the steps of ``unrolled_exchange`` in a loop.
 
 Below ``min_rows`` tokens, an op runs the plain collective and the whole matmul. All ranks have the same token count, so
-all make the same choice.
+all ranks make the same choice.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ def _matmul_all_to_all_fake(
     return lhs[0].new_empty(shape, dtype=dtype), chain.new_empty(1)
 
 
-# Returns ``(received [W, rows, width], next token of the chain)``. The product has W equal slices, one for each rank:
-# of rows, or of columns if ``columns``. A slice's rows are ``lead`` equal runs. Its ``parts`` sub-chunks split no run.
+# Returns ``(received [W, rows, width], next token of the chain)``. The product has an equal slice for each of W ranks:
+# a slice of its columns if ``columns``, else of its rows. The rows of a slice are ``lead`` runs of equal length. Each
+# of the ``parts`` sub-chunks of a slice has whole runs.
 define(
     "matmul_all_to_all(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, bool columns, SymInt lead,"
     " int parts, SymInt min_rows, ScalarType dtype, str group_name, str site, str transport='') -> (Tensor, Tensor)",
@@ -146,8 +147,8 @@ def _all_to_all_matmul_fake(
     return outs, torch.empty_like(sent), chain.new_empty(1)
 
 
-# As ``looped_gather_ops.all_gather_matmul``, but ``sent [W * m, k]`` has a slice for each rank. Returns ``(results,
-# received [W * m, k], next token of the chain)``.
+# Like op ``all_gather_matmul`` of ``looped_gather_ops``, but ``sent [W * m, k]`` has a slice for each rank. Returns
+# ``(results, received [W * m, k], next token of the chain)``.
 define(
     "all_to_all_matmul(Tensor chain, Tensor sent, Tensor[] others, Tensor?[] biases, str forms, int parts, SymInt"
     " min_rows, str group_name, str site, str transport='') -> (Tensor[], Tensor, Tensor)",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the sum of experts' rows and its reduction as one looping op.
+"""Writes the sums of experts' rows, and the reduction of the sums, as one looping op.
 
-The op computes the steps of one grouped matmul (``sites.row_steps``) as a ``RowProgram``, and sums each token's rows.
+The op computes the steps of one grouped matmul (``sites.row_steps``) by a ``RowProgram``, sums each token's rows, and
+reduces the sums over the ranks.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def rewrite(
 
 
 def _operands(matmul: GroupedMatmul) -> tuple[list[fx.Node], Operands]:
-    """The gathers among the steps, and a program of the other steps, which gets the gathered rows. Raises
-    ``ValueError`` if an argument cannot be written as text."""
+    """The gathers among the steps, and the operands and program of the other steps. The program reads the gathered
+    rows. Raises ``ValueError`` if an argument of a step cannot be written as text."""
     steps = matmul.steps
     gathers = [n for n in steps if is_gather(n)]
     computed = [n for n in steps if n not in gathers]
@@ -80,7 +81,7 @@ def _operands(matmul: GroupedMatmul) -> tuple[list[fx.Node], Operands]:
 
 
 def _matmul(nodes: ReduceNodes) -> GroupedMatmul | None:
-    """The site's only leaf, if the site sums its rows for each token; else ``None``."""
+    """The grouped matmul, if the site has no other matmul and sums its rows for each token; else ``None``."""
     region, sharded = nodes.region, nodes.sharded
     (matmul, *others) = nodes.leaves
     if region is None or others or not isinstance(matmul, GroupedMatmul) or len(tools.shape(matmul.node)) != 3:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The looping ops that reduce sums of experts' rows. A ``RowProgram`` computes the rows.
 
-S rows, in the order of their E experts; T tokens:
+There are S rows, in the order of their E experts, and T tokens:
 
-- ``places [T, k]``: the k rows that each token sums.
+- ``places [T, k]``: the k rows that are summed for each token.
 - ``ends [E]``: where each expert's rows end.
-- Input i of the program: rows of ``sources[i][indices[i]]``, or of ``sources[i]`` if ``indices[i]`` is ``None``; S
-  rows.
+- Input i of the program has S rows: ``sources[i][indices[i]]``, or ``sources[i]`` if ``indices[i]`` is ``None``. One
+  run of the program computes the rows of a slice of tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The looping ops of all-to-alls whose parts may have different numbers of rows.
 
-``sent`` and ``received``: rows to and from each rank, as ``all_to_all_single`` takes them. A part may be empty. Sender
-and receiver cut a part into the same ``parts`` pieces. Pieces without rows are not sent. The ops never run the plain
-collective: ranks have different numbers of rows, so they could make different choices.
+``sent`` and ``received``: the numbers of rows to and from each rank, as ``all_to_all_single`` takes them. A part may be
+empty. Sender and receiver cut a part into ``parts`` pieces at the same rows. Pieces without rows are not sent. The ops
+never run the plain collective: ranks have different numbers of rows, so the ranks could choose differently.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class ReduceRing:
         parts = part_count(nodes.sharded.chunk, config.sub_chunks)
         found: dict[str, Any] = {"sub_chunks": parts, "route": "travel" if travels else "owner"}
         if not isinstance(nodes.tokens, int) and looped_grouped.computes(site.facts.pattern, nodes):
-            # With ``min_rows``, ``fit_budget`` takes the looping op. To fuse unrolled steps, Inductor would compare
-            # sizes of blocks, which adds guards.
+            # If a plan has ``min_rows``, ``fit_budget`` takes the looping op. Unrolled steps would add guards, because
+            # Inductor compares the sizes of blocks to fuse them.
             found["min_rows"] = 0
         return found
 
@@ -97,5 +97,5 @@ class ReduceRing:
 
 
 def _grouped_nodes(matmul: MatmulNode) -> int:
-    """Estimated number of nodes of a piece of a grouped matmul, besides the matmul; 0 for other matmuls."""
+    """Estimated number of nodes for one piece of a grouped matmul, without the matmul itself; 0 for other matmuls."""
     return grouped_rows.NODES + len(matmul.inner) if matmul.inner else 0

@@ -23,8 +23,9 @@ from overlap_inductor.sites.step_emitter import part_count
 
 
 def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
-    """Sub-chunks are groups of tables. A group holds the slices of all ranks, so it is larger than another form's
-    sub-chunk. The last group's transfer is exposed. To keep it short, there are four times as many groups."""
+    """Sub-chunks are groups of tables. A group holds the slices of all ranks, so a group is larger than the sub-chunk
+    of another form. The transfer of the last group (for gradients, of the first group) is exposed. To keep this
+    transfer short, there are four times as many groups."""
     return {"sub_chunks": part_count(nodes.count, 4 * config.sub_chunks), "route": ROUTE}
 
 
@@ -50,7 +51,7 @@ class _TableRing:
 
 
 class PooledRing(_TableRing):
-    """See ``form.RingForm``. Each group of tables is sent as soon as it is looked up."""
+    """See ``form.RingForm``. The results of a group of tables are sent as soon as they are looked up."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         return _parameters(nodes_of(site, PooledNodes), config)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ring writes all-to-alls whose parts have different sizes (``form.RingForm``): always as one looping op.
 
-The op takes the numbers of rows as arguments, like the collective. All ranks cut a part into ``sub_chunks`` pieces,
-whatever its size.
+The op takes the numbers of rows as arguments, as the collective does. All ranks cut each part into ``sub_chunks``
+pieces, whatever the part's size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class UnevenRing:
         return None
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        """Never: ranks have different token counts, so they could make different choices."""
+        """Never, because ranks have different token counts and could make different choices."""
         return False
 
     def unrolled(self, emit: StepEmitter, site: OverlapSite, parts: int, route: str) -> tuple[fx.Node, Replaced]:
@@ -92,7 +92,7 @@ class UnevenSentRing(UnevenRing):
 
 
 class UnevenReceivedRing(UnevenRing):
-    """See ``form.RingForm``. This rank's own rows are multiplied first, the others when they arrive."""
+    """See ``form.RingForm``. This rank's own rows are multiplied first, the rows of other ranks when they arrive."""
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, UnevenReceivedNodes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``wave_groups``: a collective for each group of waves of one matmul.
+"""Schedule ``wave_groups``: one matmul runs in groups of waves, and a collective moves the tiles of each group.
 
 - Ops: ``wave_groups_<pattern>`` in ``ops``.
 - Kernels: ``kernels/wave_groups.py``.

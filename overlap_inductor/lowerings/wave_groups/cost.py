@@ -39,8 +39,8 @@ def cost_on(machine: Machine) -> WaveCost:
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of a matmul with a collective for each group of its waves. The matmul has fewer SMs, and the last
-    collective is exposed."""
+    """Seconds of a matmul with a collective for each group of its waves. The first group runs before any collective.
+    The last collective runs after the matmul."""
     cost = cost_on(machine)
     matmul = matmul_seconds(sizes, machine) / cost.efficiency
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes / cost.efficiency

@@ -42,7 +42,7 @@ class SizeNodes:
 
         Raises:
             ValueError: no input of the graph defines a symbol of ``size``, or ``size`` has an operation other than
-                sums, products and quotients.
+                sums, products, quotients and remainders.
         """
         return self._of(size.node.expr, size) if isinstance(size, torch.SymInt) else size
 
@@ -67,7 +67,9 @@ class SizeNodes:
             function = BINARY[type(expression)]
         else:
             name = type(expression).__name__
-            raise ValueError(f"the size {size} has the operation {name}; expected sums, products and quotients")
+            raise ValueError(
+                f"the size {size} has the operation {name}; expected sums, products, quotients and remainders"
+            )
         total = parts[0]
         for part in parts[1:]:
             total = self._node(function, total, part)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions over all tokens of a tensor that is held as rows: each rank reduces its rows, then the ranks combine their
-results. An example is the gradient of a norm's weight::
+results. An example is the gradient of a norm's weight, with ``t`` rows on each rank::
 
     sum(x [B, S, H], [0, 1])   ->   wait(all_reduce(sum(x [t, H], 0)))
 
@@ -40,8 +40,8 @@ EXTREMA = {"max": aten.amax.default, "min": aten.amin.default}
 
 
 def reduces_tokens(node: fx.Node, held: Held) -> bool:
-    """Whether ``node`` reduces all tokens of an input that is held as rows. Raises ``NotRowWise`` if it reduces only
-    some, or if rows beyond the last token would change its result."""
+    """Whether ``node`` reduces all tokens of an input that is held as rows. Raises ``NotRowWise`` if ``node``
+    reduces only some of the token dims, or if rows beyond the last token would change the result."""
     if node.target not in REDUCE_OPS or (source := _source(node)) not in held:
         return False
     rows, shape = held[source], tools.shape(source)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The templates of the pages: Jinja2 with every value escaped. A name without a value raises an error."""
+"""Renders the templates of the pages with Jinja2. Every value is escaped. A name without a value raises an error."""
 
 from __future__ import annotations
 
