@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of all patterns. To add a pattern, write its finder (``Pattern``) and, if no existing class fits, the class
+"""The list of all patterns. To add a pattern, write its class (``Pattern``) and, if no existing class fits, the class
 of its nodes (``SiteNodes``). Then register the pattern in one line here."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from overlap_inductor.passes.reduce_patterns import MatmulAllReduce
 from overlap_inductor.passes.reduce_patterns import MatmulReduceScatter
 
 PATTERNS: list[Pattern] = []
-"""The finder tries the patterns in this order. A collective belongs to the first pattern that matches it."""
+"""``passes.find.SiteFinder`` tries the patterns in this order, and takes the first that matches. It skips a collective
+that another site has taken (``merged``), and asks no further pattern after a final ``Miss``."""
 
 
 def register(pattern: Pattern) -> None:

@@ -25,12 +25,13 @@ class Failure:
     Attributes:
         stage: the part that failed, see below.
         error: the exception's type and message.
-        traceback: the text that Python prints, with each file's path relative to its folder in ``sys.path``.
+        traceback: the text that Python prints. Each file's path is relative to the longest folder that contains it,
+            among ``sys.path`` and the folder that holds this package.
         sites: ids of the sites concerned; empty for stages ``pass`` and ``sequence_parallel``.
 
     Stages:
 
-    - ``pass``: nothing of the graph is overlapped.
+    - ``pass``: no site is overlapped. Stretches that were rewritten before stay rewritten.
     - ``rewrite``: ``sites`` are not overlapped.
     - ``seam``: the two ``sites`` of a seam (``passes.sequence.seams``) are overlapped without bands.
     - ``sequence_parallel``: no stretch of the graph is rewritten.
@@ -53,7 +54,7 @@ class Failure:
 
 
 def _below_import_path(path: str) -> str:
-    """``path`` relative to the folder of ``sys.path`` from which it was imported, or unchanged."""
+    """``path`` as in ``Failure.traceback``. It is unchanged if no folder contains it."""
     ours = str(Path(__file__).parents[2])
     roots = sorted((root for root in {ours, *sys.path} if root), key=len, reverse=True)
     for root in roots:

@@ -62,7 +62,7 @@ def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Resul
 
     Raises:
         NotOnAllRanks: ``attempt`` raised on a rank, or a result or the verdict did not come in time.
-        OverlapError: the group was destroyed, and ``group_state`` holds nothing more for it.
+        OverlapError: the group was destroyed, and ``group_state`` holds no count of its attempts.
     """
     keys = _KEYS.of(group)
     with _LOCK:
@@ -89,8 +89,9 @@ def _verdict(group: dist.ProcessGroup, key: str, what: str, said: str, seconds: 
         store.set(f"{key}/{rank}", said)
         # The first rank may wait ``seconds`` for another rank before it decides.
         found = _read(store, f"{key}/verdict", 2 * seconds)
-        return found or _text(
-            group, what, {ranks[0]: f"{FAILED}it has said nothing for {2 * seconds:.0f} s; has it died?"}
+        return found or (
+            f"rank {ranks[rank]} cannot {what}, because rank {ranks[0]} has given no verdict for {2 * seconds:.0f} s."
+            f" Has rank {ranks[0]} died?"
         )
     deadline = time.monotonic() + seconds
     heard = {ranks[peer]: _read(store, f"{key}/{peer}", deadline - time.monotonic()) for peer in range(1, len(ranks))}

@@ -3,7 +3,8 @@
 record and patience.
 
 All ranks of the group make a workspace together, at the first run of a graph that needs it. (Allocating symmetric
-memory is a collective.) The workspace lives as long as the group (``runtime.group_state``).
+memory is a collective.) The workspace lives at least as long as the group
+(``runtime.group_state``).
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ class Launch:
         patience_ns: how long a kernel waits for a peer, ns.
         prepared: kernels that are ready to be launched, by the caller's key.
         kept: objects that must live as long as this one, by the caller's key.
-        seen: for each call that has run once, its copies' allocations, and whether the call may be captured
-            (``runtime.replay``).
-        replays: for each captured call, its copies' allocations, and the function that launches the call's graph.
+        seen: for each call that has run once, the numbers of its copies' allocations, and whether the call may be
+            captured (``runtime.replay``). These allocations hold the tensors which the call's memory copies read or
+            write.
+        replays: for each captured call, the same numbers, and the function that launches the call's graph.
     """
 
     rank: int
@@ -100,8 +102,8 @@ class GroupWorkspace:
     Attributes:
         patience_ns: how long a kernel waits for a peer, ns: the group's timeout.
         blocks: the number of SMs of the device.
-        without_room: sites of plans whose workspace would have exceeded the limit. Such a site runs without overlap,
-            unless an earlier plan gave it a slot that suffices.
+        without_room: sites of plans whose workspace would have exceeded the limit. A call of such a site runs without
+            overlap, unless another plan, earlier or later, gave the site a slot that suffices.
         prepared: requests of plans that ``prepare`` has handled, as JSON texts.
     """
 
@@ -122,8 +124,9 @@ class GroupWorkspace:
 
         Args:
             call: everything on which the result depends.
-            make: makes a launch and what else the op needs, or returns ``None`` if no kernel supports the call. Several
-                threads may call it for one ``call``. Its errors are passed on.
+            make: makes a launch and what else the op needs. It returns ``None`` if the call runs without a kernel, for
+                example because its site has no slot that suffices. Several threads may run ``make`` for the same
+                call, one after the other. Its errors are passed on.
         """
         found = self._known.get(call, _UNKNOWN)
         if found is _UNKNOWN:
@@ -167,7 +170,8 @@ class GroupWorkspace:
 
         Raises:
             OverlapError: memory would have to be allocated while a CUDA graph is captured.
-            NotOnAllRanks: on all ranks, if a rank has no memory left. Their slots are then as before.
+            NotOnAllRanks: a rank failed to allocate or map memory, or a rank's result or the verdict did not come in
+                time (``all_or_none``). The slots of a rank that raises are as before.
         """
         with self._lock:
             self._prepare(requests, limit)
@@ -181,7 +185,7 @@ class GroupWorkspace:
             self.without_room.update(r.site for r in requests)
             log.warning(
                 "overlap_inductor: %d sites of group %r run without overlap: %s Raise the limit to overlap them.",
-                len(requests), self.group.group_name, full,
+                sum(not self.arena.holds(r) for r in requests), self.group.group_name, full,
             )  # fmt: skip
         # A site may have another slot now.
         self._known.clear()
@@ -211,7 +215,8 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspa
 
     Raises:
         OverlapError: the group was destroyed, or memory would have to be allocated while a CUDA graph is captured.
-        NotOnAllRanks: on all ranks, if a rank has no memory left.
+        NotOnAllRanks: a step failed on a rank, such as allocating memory. Or a rank's result or the verdict did not
+            come in time (``all_or_none``).
     """
     return _WORKSPACES.of(group, device)
 
@@ -263,8 +268,8 @@ def _fault_record(group: dist.ProcessGroup, device: torch.device, together: symm
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit: int) -> str | None:
-    """``GroupWorkspace.prepare``, once for each plan. If there is no room, the plan's sites run without overlap on all
-    ranks, and the log says so.
+    """``GroupWorkspace.prepare``, once for each plan. If there is no room, the plan's sites without a sufficient slot
+    run without overlap on all ranks, and the log says how many.
 
     Args:
         requests: JSON text, ``[[site, bytes, signals], ...]`` in the plan's order, equal on all ranks. A site whose
@@ -272,7 +277,7 @@ def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit
         limit: bytes that all slots of the group may take on this rank.
 
     Returns:
-        ``None``. If a rank failed to allocate or map memory: a text that says so, equal on all ranks.
+        ``None``. After ``NotOnAllRanks``: its text, which is equal on all ranks that got the verdict.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.

@@ -69,9 +69,9 @@ def test_all_ranks_succeed_or_all_raise_one_text() -> None:
     assert found[0][4] == (found[1][5][0], "NoneType") and found[0][4][0].startswith("rank 1 cannot")
 
 
-def _silent(rank: int, world_size: int) -> tuple[str, float]:
+def _silent(rank: int, world_size: int, silent: int) -> tuple[str, float]:
     start = time.monotonic()
-    if rank == 2:
+    if rank == silent:
         time.sleep(4)
         return "", 0.0
     with pytest.raises(NotOnAllRanks) as told:
@@ -80,13 +80,22 @@ def _silent(rank: int, world_size: int) -> tuple[str, float]:
 
 
 def test_a_rank_that_writes_nothing_counts_as_failed_at_the_deadline() -> None:
-    (first, took), (second, _), _ = run_ranks(3, _silent)
+    (first, took), (second, _), _ = run_ranks(3, _silent, 2)
     assert (
         first
         == second
         == "rank 2 cannot allocate 512 bytes (it has said nothing for 1 s; has it died?). So no rank of group '0' does."
     )
     assert 0.9 < took < 4
+
+
+def test_a_rank_without_a_verdict_speaks_only_for_itself() -> None:
+    """It cannot know what the first rank has decided."""
+    _, *others = run_ranks(3, _silent, 0)
+    for rank, (text, took) in enumerate(others, 1):
+        because = "because rank 0 has given no verdict for 2 s. Has rank 0 died?"
+        assert text == f"rank {rank} cannot allocate 512 bytes, {because}"
+        assert 1.9 < took < 5
 
 
 def test_a_dry_run_waits_for_no_other_rank() -> None:

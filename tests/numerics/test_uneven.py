@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks may hold shards of different sizes, and only some ranks may have a bias. All ranks must run one plan, and
-results must agree with fp64."""
+"""Ranks may hold shards of different sizes. A bias may exist on some ranks and not on others. All ranks must run one
+plan, and results must agree with fp64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SAMPLE = [
     "bmm of an uneven contraction",
     "scatter a sum of matmuls to an uneven sequence",
 ]
-"""Some cases of each pattern and of each dim that is uneven."""
+"""Some cases of each pattern that ``cases`` has, and of each dim that is uneven."""
 GENERATED = [
     "head",
     "head of a batch, with bias and activation",

@@ -83,8 +83,8 @@ def _classes(name: str) -> tuple[Any, Any]:
 def row_of(
     rank: int, world_size: int, name: str, tp: int, per_block: bool, parallel_loss: bool, mlp: str, generated: bool
 ) -> dict[str, Any]:
-    """One rank's row of the sweep's table. The loss and the gradients are computed eagerly, compiled without overlap,
-    and compiled with overlap.
+    """One rank's row of the sweep's table. The loss and the gradients are computed three times: eagerly, compiled
+    without overlap, and compiled with overlap.
 
     Groups of ``tp`` ranks are tensor parallel. The mesh's other dim is data parallel (FSDP, if ``per_block``).
     ``per_block``: compile each block, as torchtitan does, instead of the whole model.

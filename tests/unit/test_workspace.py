@@ -75,6 +75,17 @@ def test_a_plan_without_room_runs_without_overlap_and_takes_no_slot_from_others(
     assert place.launch("a", 2**21, 1) is not None, "the last plan has a higher limit"
 
 
+def test_a_site_that_holds_a_slot_is_not_counted_among_those_without_room(
+    group: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    workspace.prepare(group, CPU, requests(a=1000), 2**20)
+    workspace.prepare(group, CPU, requests(a=1000, b=2**21, c=2**21), 2**20)
+    place = workspace.workspace_of(group, CPU)
+    assert place.launch("a", 1000, 1) is not None
+    assert place.launch("b", 2**21, 1) is None and place.launch("c", 2**21, 1) is None
+    assert "2 sites of group '0' run without overlap" in caplog.text
+
+
 def test_what_a_call_needs_is_looked_up_once_for_each_plan(group: Any) -> None:
     """A new plan may give the site another slot, or its first slot. So the slot is looked up again."""
     place, asked = workspace.workspace_of(group, CPU), []
