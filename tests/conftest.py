@@ -46,7 +46,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if "tests.support.gloo_ranks" in sys.modules and session.items and not session.config.option.collectonly:
         from tests.support.rank_server import fork_server
 
-        # What ranks print belongs to the output of the tests.
+        # The server keeps the output streams that it has when it is forked. Capturing is on for the fork, so pytest
+        # captures what ranks print.
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()
         fork_server()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives each rank of a CPU benchmark a physical core of its own. Two ranks on one core would slow each other down."""
+"""Gives each rank of a CPU benchmark a physical core of its own, if there are enough cores. Two ranks on one core would
+slow each other down."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def physical_cores(allowed: Sequence[int], topology: Path = TOPOLOGY) -> list[li
 
 def own_core(rank: int, ranks: int, cores: Sequence[Sequence[int]]) -> int:
     """The CPU for ``rank``. If there are at least ``ranks`` physical cores, each rank has a core of its own, and these
-    cores are spread evenly. With fewer cores, ranks share cores.
+    cores are equally far apart in ``cores``. With fewer cores, ranks share cores.
 
     Args:
         cores: what ``physical_cores`` returns.

@@ -44,6 +44,7 @@ class SiteSizes:
         received: bytes that a rank receives in an all-to-all after the matmuls; else 0. An op copies them out of its
             workspace.
         contracted: bytes that a rank receives in an all-to-all before matmuls that contract the exchanged dim; else 0.
+            For ``attention_all_to_all`` it is also set, but not used.
         memory: bytes that lookups in tables read and write.
         lookups: number of lookups in tables.
         skipped: the part of ``flops`` that the program as written does not compute: causal attention skips masked keys.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find an exchange of keys and values that can run under the attention to the same keys and values.
 
-TokenRing and torch's context parallelism attend to one rank's keys at a time. Meanwhile a rank passes its block on
-(``all_to_all``), or gathers all blocks (``all_gather``)::
+Ring attention, for example torch's context parallelism, attends to one rank's keys at a time. Meanwhile a rank passes
+its block on (``all_to_all``), or gathers all blocks (``all_gather``)::
 
     block = cat([flatten(k), flatten(v)])
     moved = all_to_all_single(block, ...)               # to the next rank
@@ -35,7 +35,8 @@ from overlap_inductor.torch_compat import operators
 NAMESPACES = ("aten", "prims", *operators.FUNCTIONAL_COLLECTIVES)
 """Namespaces in which an op's name shows whether it is a collective."""
 STEPS = 12
-"""The most nodes from the keys to the exchange, and from the keys to the attention."""
+"""At most this many nodes stand between the keys and the exchange. Between the keys and the attention, there are fewer
+(``attention.readers``)."""
 
 
 class AttentionExchange:
@@ -118,10 +119,10 @@ def _why_not_moved(nodes: HeldNodes) -> Reason | None:
     where = nodes.attention.node.name
     if late and early:
         text = f"{late[0].node.name} starts after {where}, but {early[0].name} takes the result of another exchange"
-        return Reason("hoist", f"{text} before {where}; expected at most one of the two")
+        return Reason("hoist", f"{text} before {where}; an exchange can move ahead of it or a wait behind it, not both")
     if late:
-        # All ranks must issue a group's collectives in one order, but their attention ops may differ. So the exchange
-        # does not move past another collective of its group.
+        # All ranks must issue a group's collectives in one order. But a rank without this attention does not move its
+        # exchange. So no exchange moves past another collective of its group.
         node = nodes.attention.node
         own = {c.node for c in nodes.exchanges}
         while (node := node.next) is not late[-1].node:

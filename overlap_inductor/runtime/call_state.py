@@ -32,14 +32,15 @@ class GroupState:
 
     Attributes:
         incarnation: see ``group_state.Owner``.
-        calls: number of the newest call of a graph with a collective of the group, skipped numbers included.
+        calls: this rank's number for the newest call of a graph that holds a collective of the group. A number that
+            ``call_board.skip`` skips counts too. ``share_page`` may set it to the place.
         passed: number of the group's collectives in the graphs of all calls before the newest one.
         outside: number of the group's collectives that the backend counted between calls.
         between: whether the backend counted a collective between the newest call and the call before it.
         exact: whether the backend counts collectives only (``call_place``).
-        mark: the mark of this rank's value in the newest call.
+        mark: ``SKIPPED``, ``REFUSED``, ``MOVED`` or ``""`` (``call_place``), for this rank's value in the newest call.
         agreed: digests of plans that all ranks agreed to run.
-        rejected: digests of plans on which the ranks differed, with the difference.
+        rejected: digests of plans that the ranks rejected, each with the reason.
         tied: digests of agreed plans that all ranks compare at every call, on the pages of all groups of the plan.
         unasked: digests of agreed plans that all ranks run without comparing again.
         parts: digests of the plans of subgraphs, which are parts of agreed plans.
@@ -49,7 +50,8 @@ class GroupState:
         newest: the plan that was agreed upon last.
         apart: why overlap is disabled for the group; ``""`` if it is not.
         page: the group's call page; ``None`` before the first agreement, or if the ranks share no memory.
-        skipped: the values that other ranks published for the call that this rank skipped last.
+        skipped: ``{rank: value}`` for one other rank that published the call that this rank skipped last. Empty if
+            this rank has skipped none.
         lock, promised, told_inside: see ``call_report.Watched``.
     """
 
@@ -80,7 +82,8 @@ class GroupState:
     told_inside: int = -1
     skipped: dict[int, str] = field(default_factory=dict)
     _counted: int | None = 0
-    """What the backend had counted when the newest call returned. ``None`` during a call, and if the call raised."""
+    """What the backend had counted when the newest call returned. ``None`` from the count of a call until ``returned``,
+    which is not called if the call raised or if ``agreement.require`` counted it."""
 
     def __post_init__(self) -> None:
         self.store = CallStore(self.group, self.prefix)
@@ -103,8 +106,12 @@ class GroupState:
 
     @property
     def label(self) -> str:
-        """The newest call's name in the store: its number or its place. If the group has no page, ranks do not publish
-        all calls, so numbers may differ between ranks. The place is used then, if it is exact."""
+        """The newest call's name in the store: its number or its place.
+
+        Without a page, ranks of a GPU group publish only some calls. A rank then cannot see each call that it ran
+        uncompiled, and does not skip the call's number. So numbers may differ between ranks. Without a page, the place
+        is used if it is exact.
+        """
         return f"at{self.place}" if self.exact and self.page is None else str(self.calls)
 
     def count(self, collectives: int) -> None:
@@ -182,5 +189,6 @@ STATES = Kind("record of calls", lambda owner: GroupState(owner.group, owner.inc
 
 
 def state_of(group: dist.ProcessGroup) -> GroupState:
-    """The state of a live group, made at first use. Raises ``OverlapError`` if the group was destroyed."""
+    """The state of a group, made at first use. Raises ``OverlapError`` if the group was destroyed and its state is no
+    longer held."""
     return STATES.of(group)

@@ -26,8 +26,8 @@ from overlap_inductor.sites.reduce_nodes import Padding
 
 
 def padding_before(node: fx.Node) -> fx.Node | None:
-    """The node from which views and copies alone make ``node``, if that node appends zeros to one dim of known size;
-    else ``None``."""
+    """Follows views and copies from ``node`` back to their source. Returns the source if it appends zeros to one dim of
+    known size; else ``None``."""
     while tools.is_reshape(node) or node.target in tools.SAME:
         node = node.args[0]
     found = padded(node)
@@ -49,12 +49,14 @@ def padded_output(
     """``(padding, how the output of leaf is cut)``.
 
     Args:
-        padding: the node that ``padding_before`` found. If it appends rows, the cut has missing rows.
+        padding: the node that ``padding_before`` found. If it appends no columns, the returned ``ShardedDim`` counts
+            what it appends as missing.
         layout: layout of the output of ``leaf``.
         sharded: how the output would be cut without padding.
 
     Raises:
-        LayoutError: ``padding`` appends neither rows nor columns of the output.
+        LayoutError: the padded dim is neither dim 0 of the output of ``leaf`` nor its last dim. In an output of two
+            dims, it may also be a part of dim 0.
     """
     source, dim = padded(padding)  # type: ignore[misc]
     shape, out = tools.shape(source), tools.shape(leaf.node)
@@ -64,14 +66,14 @@ def padded_output(
     atoms, ahead = layout.refined().dims[0], tools.numel(shape[:dim])
     if same_size(ahead, 1) and same_size(shape[dim], out[0]):
         return Padding(padding, 0), ShardedDim(0, 1, shape[dim] + appended, shape[dim], (), (), appended)
-    # Views keep the elements' order, and pointwise ops keep the shape. So a padded dim that is a part of the rows
-    # should be one of their atoms.
+    # The elements have the same order as in the output of ``leaf``. So a padded dim that is a part of dim 0 is looked
+    # for among the atoms of dim 0.
     at = next(
         (i for i, a in enumerate(atoms) if same_size(a.size, shape[dim]) and same_size(product(atoms[:i]), ahead)), None
     )
     if at is None or len(out) != 2:
         raise LayoutError(
-            f"zeros are appended along dim {dim} of the output {shape}; this dim is neither the rows nor the columns of"
+            f"zeros are appended along dim {dim} of the output {shape}; this dim is neither dim 0 nor the last dim of"
             f" {leaf.node.name} {out}"
         )
     before, after = atoms[:at], atoms[at + 1 :]

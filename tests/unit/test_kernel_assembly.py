@@ -57,8 +57,8 @@ def test_signals_assemble_for_hopper() -> None:
         and events.count("st.release.sys") == 2
         and events.count("red.release.sys") == 2
     )
-    # Of the threads that time out, only the first to find the abort word clear writes the record. It then marks the
-    # board and sets the ranks' abort words.
+    # Of the threads that time out, only the one whose compare-and-swap finds the abort word 0 writes the record. It
+    # then marks the board and sets the ranks' abort words.
     given_up = re.findall(
         r"atom\.relaxed\.sys\.global\.cas|st\.relaxed\.sys\.global|st\.release\.sys\.global\.s32(?=[^\n]*, 1;)", text
     )
@@ -433,8 +433,8 @@ def test_a_matmul_in_groups_stores_in_bulk_and_counts_after_a_fence(
 def test_a_tile_is_counted_when_its_bulk_stores_are_done(
     kernel: Any, constants: dict[str, Any], counts: str, tmp_path: Path
 ) -> None:
-    """One thread counts a tile with a release. Before that, the block waits for its bulk stores, fences them against
-    later loads, and meets at a barrier."""
+    """One thread counts a tile with a release. Before that, the block waits for its bulk stores, puts a proxy fence
+    after them so that the release covers them (``store_fence``), and meets at a barrier."""
     text, _, _ = _assembled(kernel, constants, (128, 256, 64), tmp_path, 4, {})
     # Triton 3.9 adds a barrier before an atomic, and turns an atomic whose result is not used into a ``red``.
     found = re.findall(rf"bar\.sync|fence\.proxy\.async\.global|cp\.async\.bulk\.wait_group 0|{counts}", text)

@@ -69,8 +69,8 @@ class _OnGpu(torch.Tensor):
 
 
 def test_the_direct_launch_replaces_only_the_varying_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The varying arguments stand between fixed ones, and come in another order than the kernel's. A descriptor becomes
-    several arguments of the C launcher: map, shape and strides."""
+    """Fixed and varying arguments are mixed, and the varying ones come in another order than the kernel's. A descriptor
+    becomes several arguments of the C launcher: map, shape and strides."""
     given: list[tuple[Any, ...]] = []
     driver = ModuleType("triton.backends.nvidia.driver")
     driver.TMA_DTYPE_DEVICE_TO_HOST = {0: 0}  # type: ignore[attr-defined]
