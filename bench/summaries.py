@@ -242,7 +242,7 @@ def turns() -> str:
 
 
 def compile_cost() -> str:
-    """CPU time to compile a Llama of 32 layers, every run. Brackets hold the ratio of this time to that of the plain
+    """CPU time to compile a Llama, every run. Brackets hold the ratio of this time to that of the plain
     compile in the same run."""
     lines, plain = [], {}
     for row in _read("compile_cost"):
@@ -251,8 +251,11 @@ def compile_cost() -> str:
         if row["setting"] == "plain":
             plain[run] = both
         cells = [f"{s:.1f} ({s / base:.2f})" for s, base in zip(both, plain[run], strict=True)]
-        lines.append([row["phase"], row["setting"], row["cpu"], row["date"], *cells, f"{row['pass_seconds']:.2f}"])
-    head = ("phase", "setting", "CPU", "date", "without the C++ compiler s", "with the C++ compiler s", "the pass s")
+        lines.append(
+            [row["phase"], row["layers"], row["setting"], row["cpu"], row["date"], *cells, f"{row['pass_seconds']:.2f}"]
+        )
+    times = ("without the C++ compiler s", "with the C++ compiler s", "the pass s")
+    head = ("phase", "layers", "setting", "CPU", "date", *times)
     return _table(head, lines)
 
 
