@@ -31,7 +31,7 @@ FORKED := tests/models/test_docs_run.py tests/models/test_readme_script.py
 test: $(VENV)/ready
 	$(BIN)/python -m pytest tests/unit tests/compile $(FORKED) -n 2 --dist loadgroup -m "not thorough"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 3 --dist loadgroup -m "not thorough"
-	$(BIN)/python -m pytest tests/models tests/examples tests/numerics $(addprefix --ignore=,$(FORKED)) -n 4 --dist worksteal -m "not thorough"
+	$(BIN)/python -m pytest tests/models tests/examples tests/numerics $(addprefix --ignore=,$(FORKED)) -n 3 --dist worksteal -m "not thorough"
 
 # The tests that repeat others with other ranks, sizes, parameters or spellings, with more programs, or for more steps.
 test-thorough: $(VENV)/ready
