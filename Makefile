@@ -23,15 +23,14 @@ demo: $(VENV)/ready
 
 # Tests of kernels, numerics and models start a process for every rank. In the first two stages, tests whose processes are
 # forked from a prepared process, or that start gloo ranks, run in one worker (--dist loadgroup). FORKED lists the tests
-# of models that need the prepared process of the first stage. The last two stages have more workers than cores, because
-# some of their tests only wait for a deadline. Long tests come first. A worker that has none left takes tests of another
-# one.
+# of models that need the prepared process of the first stage. The second stage has three workers, because some of its
+# tests only wait for a deadline. Long tests come first. A worker that has none left takes tests of another one.
 FORKED := tests/models/test_docs_run.py tests/models/test_readme_script.py
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest tests/unit tests/compile $(FORKED) -n 2 --dist loadgroup -m "not thorough"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -n 3 --dist loadgroup -m "not thorough"
-	$(BIN)/python -m pytest tests/models tests/examples tests/numerics $(addprefix --ignore=,$(FORKED)) -n 3 --dist worksteal -m "not thorough"
+	$(BIN)/python -m pytest tests/models tests/examples tests/numerics $(addprefix --ignore=,$(FORKED)) -n 2 --dist worksteal -m "not thorough"
 
 # The tests that repeat others with other ranks, sizes, parameters or spellings, with more programs, or for more steps.
 test-thorough: $(VENV)/ready
