@@ -40,7 +40,7 @@ def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[V
     """All variants, ``plain`` first.
 
     Args:
-        schedule: the schedule of the variants that are not named ``auto``.
+        schedule: the schedule of the variants with overlap whose names do not begin with ``auto``.
         machine: the value of switch ``machine`` for ``auto``, or empty.
         switches: further switches of every variant with overlap.
     """

@@ -77,7 +77,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int)
     parser.add_argument("--schedule", help="a schedule to time besides auto; default: ring on a CPU, none on GPUs")
     parser.add_argument(
-        "--machine", default="", help="switch machine of auto; default on a CPU: the rates of the link and the matmuls"
+        "--machine",
+        default="",
+        help="value of the switch 'machine' for auto; default on a CPU: the rates of the link and the matmuls",
     )
     parser.add_argument("--set", nargs="+", default=[], metavar="SWITCH=VALUE", help="other switches of overlap")
     parser.add_argument("--variants", nargs="+", default=[], help="names of the variants; plain is always among them")

@@ -113,7 +113,7 @@ def memory_of(program: Program, function: Any, device: str) -> tuple[float, floa
         torch.cuda.synchronize()
         most = torch.cuda.max_memory_allocated() / 2**20
     else:
-        # Give the memory that earlier steps freed back to the system, and reset the recorded peak.
+        # Return to the system the memory that earlier steps have freed, and reset the recorded peak.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         before = _resident("VmRSS")

@@ -7,8 +7,9 @@
 Each GPU plays rank 0 of ``--world-size`` ranks, and the other GPU plays all of its peers. A GPU multiplies, sends and
 receives exactly what it would in the larger group.
 
-**Where rows are written.** A GPU sends as rank 0 to peer ``p``. The other GPU counts itself as rank 0, so its sender is
-rank ``world_size - p``. The rows go to that rank's place in the other GPU's workspace.
+**Where rows are written.** A GPU sends as rank 0 to peer ``p``, which comes ``p`` ranks after the sender. The other GPU
+counts itself as rank 0, so the sender must count as rank ``world_size - p``. The rows go to that rank's place in the
+other GPU's workspace.
 
 **What is missing.** No single peer is late, no receiver is contended for, and NCCL's collective is not run. So there is
 no row for ``keep``, and times are compared with the matmul alone.

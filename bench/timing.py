@@ -70,9 +70,9 @@ class Clock:
         """Time ``calls`` calls in a row. All ranks call this together.
 
         Args:
-            sleep_ms: the device's sleep before the first call. With 0, the host pauses for ``REST_MS`` instead. Then
-                one more call comes first and is not counted: the device is idle while the host launches it. Ignored on
-                a CPU.
+            sleep_ms: the device's sleep before the first call. With 0, the host pauses for ``REST_MS`` instead, and an
+                extra call precedes the timed calls. The extra call is not timed, because the device is idle while the
+                host launches it. ``sleep_ms`` is ignored on a CPU.
 
         Returns:
             ``(device, host)``: mean microseconds of one call. On a CPU, both are the same.
@@ -111,8 +111,8 @@ class Clock:
         return (time.perf_counter() - begin) / calls * 1e6
 
     def with_extra_bytes(self, call: Call) -> tuple[Any, float | None]:
-        """Make one call. Returns its result, a tensor, and its extra bytes: the peak memory, minus the memory before
-        and the result. On a CPU, the extra bytes are ``None``."""
+        """Make one call, whose result is a tensor. Returns ``(result, extra bytes)``. The extra bytes are the peak
+        memory, minus the memory before the call and the result's memory. On a CPU, they are ``None``."""
         if self.device.type != "cuda":
             return call(), None
         torch.cuda.synchronize()

@@ -225,8 +225,8 @@ def _refuse_unknown(environment: Mapping[str, str]) -> None:
 
 
 def why_unknown(variable: str) -> str:
-    """What is wrong with a variable that has the package's prefix but is not a switch, with the nearest switch. Else
-    empty."""
+    """What is wrong with a variable that has the package's prefix but is not a switch. The text names the nearest
+    switch, or all switches if none is near. For any other variable, the text is empty."""
     if not variable.startswith(f"{ENVIRONMENT_PREFIX}_") or variable in variables():
         return ""
     fields = [f.name for f in dataclasses.fields(OverlapConfig)]

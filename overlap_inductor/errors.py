@@ -45,5 +45,5 @@ class TransferError(OverlapError):
 
 
 class UnsupportedError(OverlapError):
-    """overlap_inductor does not support what it was asked to do: this version of torch, the operands of a kernel, or a
-    CUDA graph that ``torch.cuda.CUDAGraph`` does not capture."""
+    """overlap_inductor does not support what it was asked to do. Examples: this version of torch, the operands of a
+    kernel, or a CUDA graph that is captured without ``torch.cuda.CUDAGraph``."""

@@ -12,8 +12,8 @@ Ranks are gloo processes with random weights. Schedule ``ring`` is forced, so ev
 overlapped. Rewritten graphs are interpreted, because compiling is slow. ``--generated`` runs Inductor's code instead.
 
 By default, Hugging Face families have odd sizes. Some, such as the vocabulary, are primes that the number of ranks does
-not divide. If a family does not run without overlap either, it is tried once more. The sizes of the MLP are then even,
-and each head has its own key-value head.
+not divide. If a family with odd sizes does not run even without overlap, the family is tried once more. The sizes of
+the MLP are then even, and each head has its own key-value head.
 
 ``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. A family's row says how many all-reduces its
 graphs have, how many were rewritten and why others were not (``left``).

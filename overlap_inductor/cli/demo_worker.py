@@ -38,8 +38,9 @@ from overlap_inductor.report.report import OverlapReport
 REPEATS = 9
 GROUP_TIMEOUT = timedelta(seconds=120)
 
-# Largest allowed difference, relative to the largest value. A split matmul or another order of a sum rounds
-# differently, more in longer sums and in bfloat16. The tolerances are far above these differences.
+# Largest allowed difference, relative to the largest value. A split matmul, or a sum in another order, has other
+# rounding errors. Results then differ, most in long sums and in bfloat16. The tolerances are far above these
+# differences.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 Outputs = dict[str, torch.Tensor]

@@ -18,8 +18,8 @@ SECTION = "Machine facts"
 
 
 def machine_facts() -> list[Check]:
-    """A line for each of ``FIELDS``, as ``auto`` uses it between the ranks of ``ranks_here``. The state is ``good`` if
-    the switch ``machine`` sets the value, else ``note``."""
+    """A line for each of ``FIELDS``: the value that ``auto`` uses between the ranks of ``ranks_here``. The state is
+    ``good`` if the switch ``machine`` sets the value, else ``note``."""
     import torch
 
     from overlap_inductor.sites.sizes import machine_between

@@ -57,7 +57,7 @@ def why_not_here(schedule: SiteSchedule) -> str:
     torch.cuda.init()
     reasons: dict[str, list[int]] = {}
     for gpu in range(number):
-        # In a real run, each rank asks the schedule for itself, and the current GPU is the rank's own.
+        # In a real run, each rank calls ``why_not_between``, and its own GPU is the current one.
         with torch.cuda.device(gpu):
             if reason := schedule.why_not_between(ranks, torch.device("cuda", gpu)):
                 reasons.setdefault(reason, []).append(gpu)

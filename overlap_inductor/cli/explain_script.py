@@ -55,8 +55,8 @@ def explain_script(
 
     Args:
         machine: name of the machine for which plans are made. ``None``: this machine.
-        ranks: size of the group in which this process acts as rank 0. ``None``: the number of GPUs of ``machine``.
-            Without ``machine``, the script runs in the group that it makes itself.
+        ranks: size of the group in which this process acts as rank 0. ``None`` with ``machine``: the number of GPUs of
+            ``machine``. ``None`` without ``machine``: the script runs in the group that it makes itself.
         short: whether to print a few lines of each report.
 
     Raises:

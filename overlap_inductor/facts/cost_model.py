@@ -36,7 +36,8 @@ class SiteSizes:
         legs: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
         tiles: number of output tiles of 128 x 256 elements: of all matmuls, or of the largest if they run one after
             another.
-        gathers, exchanges: whether the collective is an all-gather, or an all-to-all.
+        gathers: whether the collective is an all-gather.
+        exchanges: whether the collective is an all-to-all.
         replays: whether the call's launches are replayed as one (``runtime.replay``).
         weights: bytes of experts' weights that a grouped matmul reads; else 0.
         handed_out: bytes of the gathered tensor that an op copies out of its workspace for other nodes than the

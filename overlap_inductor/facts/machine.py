@@ -49,7 +49,8 @@ class Machine:
 WITHOUT_PEERS = "cuda without peer access"
 
 # One H200 reaches 780 TFLOP/s of dense bf16, and NCCL about 300 GB/s each way on NVLink. NCCL takes SMs and memory
-# bandwidth from the matmuls: the ring reached 0.75 of their rate on 4 H200s (bench/results/ring_nccl.jsonl).
+# bandwidth from the matmuls. On 4 H200s, matmuls of the ring reached 0.75 of the rate of a matmul alone
+# (bench/results/ring_nccl.jsonl).
 _CUDA = Machine(
     name="cuda",
     matmul_flops={8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15},

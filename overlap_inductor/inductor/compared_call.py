@@ -122,7 +122,8 @@ class ComparedCall:
         been compared yet."""
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
-            # On a fake group, sends and receives move nothing, so rings, which need no workspace, can overlap.
+            # A fake group has no peers, so its ranks cannot share a workspace. A graph that needs no workspace, such as
+            # a graph with rings only, can overlap on a fake group.
             comparison.withdrawn = True
             outcome = agreement.Outcome(
                 False,

@@ -87,7 +87,8 @@ def _agree(group_name: str, *args: Any) -> Any:
 def _take(x: Any, dim: int, shift: int, chunk: Any, start: Any, length: Any, group_name: str) -> Any:
     chunk, start, length = map(_expression, (chunk, start, length))
     sizes = list(x.get_size())
-    # This also takes a view of a computed tensor as it is. A copy for each piece would be as large as the tensor.
+    # If ``x`` is a view of a computed tensor, ``realize_input`` need not copy it. A copy for each piece would be as
+    # large as ``x``.
     x = ir.ExternKernel.realize_input(x)
     offsets: list[Any] = [0] * len(sizes)
     offsets[dim] = _slot(group_name, shift) * sympy.sympify(chunk) + start
@@ -197,9 +198,10 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
         same = len(buffer.get_stride()) == len(view.get_stride()) and all(
             known(a, b) for a, b in zip(buffer.get_stride(), view.get_stride(), strict=True)
         )
-        # The assembled tensor's memory may be freed after its last reader. So a matmul may write there in two cases:
-        # - it has no other reader;
-        # - an ``after`` delays readers of the assembled tensor until the matmul's other readers have run.
+        # The assembled tensor's memory may be freed after its last reader. So a matmul may write into this memory in
+        # two cases:
+        # - only ``assemble`` reads the matmul's result;
+        # - an ``after`` delays readers of the assembled tensor until the other readers of the matmul's result have run.
         if same and (
             sum(u.target is not torch.ops.overlap_inductor.exchange_wait.default for u in node.users) == 1
             or any(u.target is torch.ops.overlap_inductor.after.default for u in V.graph.current_node.users)

@@ -82,7 +82,8 @@ def _transfer(kernel: Any) -> str | None:
         return kernel.get_name()
     if name not in MEMBERS:
         return None
-    # All arguments before the buffer are tensors, so the inputs have the same indices.
+    # All arguments before the buffer are tensors. So the buffer's index among the arguments is also its index among the
+    # inputs.
     names = [argument.name for argument in op._schema.arguments]
     return _maker(kernel.inputs[names.index(MEMBERS[name])])
 

@@ -104,7 +104,8 @@ class OverlapPass(_Base):
         reporting.activate(report, config)
 
     def uuid(self) -> str:
-        # Inductor asks for the uuid before it reads a cache, and a loaded graph calls our ops.
+        # A graph that Inductor loads from a cache calls our ops. Inductor asks for the uuid before it reads the cache,
+        # so this method defines the ops.
         from overlap_inductor.inductor.fingerprint import fingerprint
         from overlap_inductor.lowerings.registry import define_ops
 

@@ -21,7 +21,8 @@ UNUSED = (
 def say_at_first_compile() -> None:
     """At the first call of ``compile_fx``, log ``UNUSED`` on rank 0 if overlap is not switched on.
 
-    The import of Inductor is too early for this warning, because ``enable()`` or the backend may still follow.
+    The import of Inductor is too early for this warning. The program may still call ``enable()``, or compile with the
+    backend ``overlap_inductor``.
     """
     from torch._inductor import compile_fx
 

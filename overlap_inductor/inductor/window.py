@@ -38,8 +38,11 @@ class Window(ir.NopKernel):
 
 
 def window(x: Any, dim: int, start: Any, length: Any) -> Any | None:
-    """The window of ``length`` rows of ``x`` along ``dim``, from row ``start`` on. Returns ``None`` if ``x`` is not in
-    memory, and if the rows begin at offset 0 or at an offset that only the running program knows."""
+    """The window of ``length`` rows of ``x`` along ``dim``, from row ``start`` on. Returns ``None`` in these cases:
+
+    - ``_place`` finds no buffer for ``x``.
+    - The rows begin at offset 0, or at an offset that only the running program knows.
+    """
     storage, layout = _place(x)
     if storage is None:
         return None
@@ -57,7 +60,8 @@ def window(x: Any, dim: int, start: Any, length: Any) -> Any | None:
 
 
 def _place(x: Any) -> tuple[Any, Any]:
-    """``(buffer, layout in the buffer)`` of ``x``. ``(None, None)`` if each kernel that reads ``x`` computes it."""
+    """``(buffer, layout in the buffer)`` of ``x``. ``(None, None)`` if ``x`` is not in memory, or if ``x`` is a view of
+    a buffer but no layout describes the view."""
     view = x.data if isinstance(x, ir.TensorBox) else x
     base = view.unwrap_view() if isinstance(view, ir.BaseView) else view
     if isinstance(base, ir.StorageBox) and _better_stored(base.data):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of the memory that host and kernels share. This module holds numbers only and does not import Triton.
 
-The flags of a slot lie ``FLAG_WORDS`` apart. First comes one credit for each rank. Then come ``signals`` flags that
-rank 0 sets, as many that rank 1 sets, and so on. ``runtime.board`` describes the fault records.
+A call of a site holds one *slot* of its group's workspace (``runtime.arena``). The flags of a slot lie ``FLAG_WORDS``
+apart. First comes one credit for each rank. Then come ``signals`` flags that rank 0 sets, as many that rank 1 sets, and
+so on. ``runtime.board`` describes the fault records.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GRO
 
 @triton.jit
 def _stagger(nanoseconds):
-    """Sleep, so that blocks with equal tiles do not send them at the same moment."""
+    """Sleep, so that the blocks do not all send their tiles at the same moments."""
     if SLEEPS:
         tl.inline_asm_elementwise(
             "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [nanoseconds], dtype=tl.int32, is_pure=False, pack=1

@@ -239,8 +239,8 @@ def _no_fence():
 
 @triton.jit
 def credit_flag(flags, peer):
-    """The flag that holds how many calls of this slot the rank ``peer`` has finished. ``flags``: the reading rank's
-    flags."""
+    """The flag that holds how many calls of a slot (``runtime.arena``) the rank ``peer`` has finished. ``flags``: the
+    reading rank's flags of this slot."""
     return flags + peer * FLAG_WORDS
 
 

@@ -18,16 +18,16 @@ Forward progress. One resident block on each rank is enough, if blocks start in 
 * A block stores its partial rows before it waits.
 * A block waits only for blocks with its own number or a lower one. Before it stores a sum, it waits only for partial
   rows of blocks with its own number.
-* Take the lowest number whose block has not ended on every rank. On each rank, this block runs or has ended. So all
-  blocks of this number store their partial rows, get their sums, and end.
+* Take the lowest number whose block has still to end on at least one rank. On each rank, this block runs or has ended.
+  So all blocks of this number store their partial rows, get their sums, and end.
 
 CUDA does not promise this order of starts. GPUs keep it, and scans depend on it (Merrill and Garland, decoupled
 look-back, 2016). If all blocks are resident at once, as in decode, the order does not matter.
 
-Workspace. Two halves suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half ``n % 2``. When
-rank ``r`` begins call ``n``, no peer reads this half any more:
+Workspace. Two halves of a slot suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half ``n %
+2``. When rank ``r`` begins call ``n``, no peer reads this half any more:
 
-* Call ``n - 1`` of ``r`` has ended, because kernels of a slot run one after the other.
+* Call ``n - 1`` of ``r`` has ended, because the calls of a slot run one after the other.
 * In call ``n - 1``, ``r`` has waited for a signal of each peer. So each peer had begun its call ``n - 1``.
 * So each peer had ended its call ``n - 2``, the last call before ``n`` that reads half ``n % 2``.
 
@@ -75,7 +75,8 @@ def count_call(calls, queues, call, SEM: tl.constexpr):
     that follows the block's reads of ``calls``.
 
     ``SEM``: ``acq_rel`` orders the read of ``calls`` before the add. ``relaxed`` is enough if the block has sent data
-    to addresses that depend on the call's number. A relaxed add does not wait until the data have arrived.
+    to addresses that depend on the call's number, because the read of ``calls`` has then ended. Unlike ``acq_rel``, a
+    relaxed add does not wait until the data have arrived.
     """
     if tl.atomic_add(queues, 1, sem=SEM, scope="gpu") == tl.num_programs(0) - 1:
         tl.store(queues, 0)

@@ -104,7 +104,7 @@ def rewrite_reduce(
     pairs = [_operands(emit, m, columns) for m in nodes.leaves]
 
     def in_ranks_order(x: fx.Node) -> fx.Node:
-        # Each rank sends all of its rows in their order.
+        # In an all-gather, each rank sends all of its rows in their order.
         gathers = nodes.collectives[0].kind == "all_gather"
         return x if gathers else rows_in_place(emit, x, nodes.sharded, from_ranks=False)
 

@@ -16,8 +16,8 @@ from overlap_inductor.lowerings.wave_groups.schedule import WAVE_GROUPS
 
 SCHEDULES: list[SiteSchedule] = []
 """The registered schedules, in the order of their registration. A schedule may call another schedule's op for
-more tokens. It takes the first schedule that is ``called_by_others`` and pays. So of the schedules that are
-``called_by_others``, the one with the lowest host cost is registered first."""
+token counts that it does not serve itself. It takes the first schedule that is ``called_by_others`` and pays. So of the
+schedules that are ``called_by_others``, the one with the lowest host cost is registered first."""
 
 
 def register(schedule: SiteSchedule) -> None:

@@ -37,7 +37,7 @@ The ring's looping ops compute no kinds in ``SCALED``."""
 CONTRACTION = (
     "a matmul contracts the dim that is divided among the ranks; expected it among the matmul's rows or columns"
 )
-"""The reason of an op that computes matmuls with cut rows or columns, but no matmul with a cut contracted dim."""
+"""Why a site is refused, if its contracted dim is cut and the op computes only matmuls with cut rows or columns."""
 Op = Callable[[str], Any]
 """The overload of a schedule's op, by the prefix before the pattern in its name (empty, ``sum_`` or
 ``contracted_``)."""

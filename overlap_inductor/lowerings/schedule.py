@@ -131,7 +131,7 @@ class SiteSchedule(Protocol):
     @property
     def called_by_others(self) -> bool:
         """Whether another schedule's op can call this schedule's all-reduce op, for token counts that the other
-        schedule does not serve. If so, the op may need no parameter of a plan except ``settings``."""
+        schedule does not serve. The call passes only one parameter of the plan: ``settings``."""
         ...
 
     @property

@@ -116,7 +116,8 @@ class SiteFinder:
         facts = finding.describe(collective.node, collective.kind, found.dim, found.role)
         module = naming.module_of(anchor) or naming.module_of(collective.node)
         # The id must be the same on all ranks. Node names may differ, and so may a matmul's sizes, bias and padding. So
-        # the id is made of what the collective moves, and of its number among the collectives.
+        # the id is made of the pattern, the module, the phase, what the collective moves, and its number among the
+        # collectives.
         ordinal = self._ordinals[collective.node]
         moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
         identity = naming.site_id(pattern.name, module, self.phase, ordinal, moves)

@@ -114,7 +114,7 @@ def _leaf(node: fx.Node) -> matmuls.MatmulNode | None:
 
 def sums_experts(node: fx.Node) -> bool:
     """Whether ``node`` is computed from a ``GroupedMatmul``, and no node outside the ``GroupedMatmul`` reads its inner
-    nodes. If so, a collective that moves ``node`` is a site."""
+    nodes. If so, a collective that moves ``node`` can be a site."""
     found = _nearest_leaf(node)
     members = [] if found is None else [*found.inner, found.node]
     return len(members) > 1 and all(u in members for n in members[:-1] for u in n.users)

@@ -137,7 +137,7 @@ class PartFollower:
         return Part(Layout(tuple(dims)), (*part.cuts, cut), part.rank)
 
     def _joined(self, cat: fx.Node) -> Part | Reason:
-        """The part that ``cat`` holds. It must join equal parts of the ranks' shards, in the order of the ranks."""
+        """The part that ``cat`` holds. ``cat`` must join the same part of each shard, in the order of the ranks."""
         parts = []
         for source in cat.args[0]:
             if not tools.depends_on(source, self.collective.wait, self._depends):

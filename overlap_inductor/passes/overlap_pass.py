@@ -13,8 +13,8 @@ communicate: its decisions depend only on facts that all ranks share. The ranks 
 
     sites  = find(graph)                                  # whatever the spelling in the graph
     legal  = [s for s in sites if refuse(s) is None]      # may it be rewritten?
-    chosen = [s for s in legal if plan(s) is a schedule]  # does it pay?
-    if a site that was not chosen holds a matmul that another site could use: find again without that site
+    chosen = [s for s in legal if plan(s) overlaps]       # does it pay?
+    if a site that was not chosen holds a matmul of another site's sum: find again, and let the sum take the matmul
     graph  = rewrite(graph, chosen)
     return report(sites)
 

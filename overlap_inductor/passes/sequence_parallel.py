@@ -101,7 +101,7 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, refusal: str | Non
     legal = [(n, s) for n, s in enumerate(finder.stretches) if facts[n].status != "refused"]
     legal = [(n, s) for n, s in legal if _divides(n, s, facts, config)]
     if any(isinstance(s.tokens.count, torch.SymInt) for _, s in legal):
-        # The guard told more about the sizes, so the stretches are found again.
+        # ``_divides`` may have added guards, which tell more about the sizes. So the stretches are found again.
         finder = _found(graph)
         legal = [(n, finder.stretches[n]) for n, _ in legal]
     chosen = _choose(graph, legal, facts, config, refusal) if legal else []

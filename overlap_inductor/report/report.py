@@ -88,7 +88,7 @@ class OverlapReport:
 
     def counters(self) -> Counter[str]:
         """The counters ``sites_found``, ``sites_overlapped``, ``schedule.<name>`` and ``reason.<code>``. If there
-        are failures or stretches, also ``failed``, ``stretches_found`` and ``stretches_rewritten``."""
+        are failures, also ``failed``. If there are stretches, also ``stretches_found`` and ``stretches_rewritten``."""
         counts: Counter[str] = Counter(sites_found=len(self.sites))
         if self.failures:
             counts["failed"] = len(self.failures)

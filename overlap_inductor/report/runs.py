@@ -107,7 +107,7 @@ def launch_key(environment: Mapping[str, str]) -> str:
     if world_size is None and multiprocessing.parent_process() is None:
         parts.append(this_process())
     elif environment.get("LOCAL_WORLD_SIZE", world_size) == world_size:
-        # All ranks are on this host, and one process started them.
+        # All ranks are on this host, and one process started them. This is assumed without ``LOCAL_WORLD_SIZE``.
         parts.append(f"{socket.gethostname()}:{_process(os.getppid())}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
 

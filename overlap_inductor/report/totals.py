@@ -68,8 +68,8 @@ def moves(decision: Decision) -> bool:
 
 
 def of_decision(decision: Decision) -> Times | None:
-    """The times of one site at the example's token count, for the fastest schedule of the plan. ``None`` if the plan
-    only keeps the site, or if a piece was not estimated."""
+    """The times of one site, for the fastest schedule of the plan. The token count is the example's: that of the inputs
+    with which the graph was compiled. ``None`` if the plan only keeps the site, or if a piece was not estimated."""
     if not moves(decision):
         return None
     estimate = decision.moving.estimate_us

@@ -204,8 +204,8 @@ def reason_codes(report: OverlapReport) -> list[str]:
 
 
 def switches(report: OverlapReport) -> list[tuple[str, str, str]]:
-    """Every switch as (name, requested value, effective value in this graph). In mode ``report``, the effective value
-    is that of mode ``on``."""
+    """Every switch as (name, requested value, effective value in this graph). A site with status ``WOULD`` counts as
+    overlapped."""
     effective = {
         "schedule": _tally(_main_schedule(s.decision) for s in report.sites),
         "transport": _tally(p.transport for p in _moving_pieces(report) if p.transport),

@@ -9,7 +9,8 @@ comparison. Each rank counts its calls of graphs that hold a collective of the g
               equal = all digests of call n are mine
               for each round: publish equal; equal = all ranks with my digest say equal
               equal -> run the overlap ops
-              else  -> run the plain program at this call, and also at all later calls if the plan was never agreed
+              else  -> run the plain program at this call. If all ranks made the call, but never agreed on the plan,
+                       run the plain program at all later calls, too
 
 A round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with several
 groups has one round for each group, and one more round for a rank that publishes late. (Some ranks may still read its
@@ -28,8 +29,8 @@ Overlap is disabled for the group permanently (``apart``) if calls of two ranks 
 - overlap is off on a rank;
 - a rank publishes nothing and reports nothing.
 
-At later calls of an agreed plan with one group, no round is needed if all ranks publish the same. How digests are
-compared at later calls depends on the group:
+At later calls of an agreed plan with one group, no round is needed if all ranks publish the same digest and place. How
+digests are compared at later calls depends on the group:
 
 - Ranks that share memory compare digests at every call, in memory that all of them map (``call_page``). This costs
   nothing while the hosts run ahead of their GPUs.
@@ -207,7 +208,7 @@ class Comparison:
         self.tied = tied
 
     def also(self, failure: str) -> Outcome:
-        """After a call in which all plans were equal, check that all ranks can go on. If one rank cannot, all ranks
+        """Check that all ranks can go on, after ``call`` has found their plans equal. If one rank cannot, all ranks
         reject the plan.
 
         Args:

@@ -13,9 +13,10 @@ previous call's stream, because such work may wait for a peer that waits for the
     rank 0:  A on S1, recv on S1, B on S2             B waits for A, not for recv
     rank 1:  A on S1, B on S2, send after B on S1
 
-Threads. The order of calls is the order in which threads get the lock. The lock is held from the wait to the record. It
-also guards what calls on the device share: side streams, prepared kernels, and graphs. If threads call at the same
-time, the program must ensure one order on all ranks, as with NCCL.
+Threads. The order of calls is the order in which threads get the lock. A call's thread holds the lock from the wait for
+the previous call until the new call's event is recorded. The lock also guards what calls on the device share: side
+streams, prepared kernels, and graphs. If threads call at the same time, the program must ensure one order on all ranks,
+as with NCCL.
 
 Captures. CUDA refuses a wait in a capture for an event from outside the capture, and a wait outside for an event from a
 capture. So each capture has its own event. If a ``torch.cuda.CUDAGraph`` holds calls, each of its replays counts as one

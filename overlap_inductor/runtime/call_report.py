@@ -82,7 +82,7 @@ def place_of(state: Watched, rank: int) -> int:
 
 
 def call_of(state: Watched, rank: int) -> int:
-    """The number of the call that ``rank`` has reported, because it is inside a collective of this call, or -1."""
+    """If ``rank`` of the group has reported that it is inside a collective of a call, the call's number. Else -1."""
     return _number(state, "inside", rank)
 
 

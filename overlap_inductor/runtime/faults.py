@@ -126,7 +126,7 @@ class FaultRecord:
         def make() -> FaultRecord:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            # The exchange leaves out the abort word, which a rank that gives up may set from now on.
+            # The exchange leaves out the abort word, which must stay 0 until a rank gives up or aborts the group.
             words = memory.local[1:]
             exchange = _Behind(words, tuple(peer[1:] for peer in memory.peers))
             board = shared_board(group.rank(), exchange, together)

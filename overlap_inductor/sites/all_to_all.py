@@ -118,8 +118,11 @@ def layouts_of(collective: CollectiveNode) -> tuple[Layout, Layout]:
 
 
 def _by_ranks(collective: CollectiveNode) -> Layout:
-    """The layout of an input whose dim 0 is cut into equal parts. A flattened ``[R, ...]`` keeps its atoms, because no
-    reshape can split a run of symbolic size."""
+    """The layout of an input whose dim 0 is cut into equal parts.
+
+    If a view with symbolic sizes flattens a tensor ``[R, ...]`` to this input, the layout has that tensor's atoms. A
+    later ``Layout.reshape`` could not split an atom of symbolic size into these atoms.
+    """
     shape, ranks, source = tools.shape(collective.input), collective.world_size, collective.input
     known = all(isinstance(size, int) for size in shape)
     while not known and (tools.is_reshape(source) or source.target in tools.SAME):

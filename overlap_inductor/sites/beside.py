@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the reason why a collective leads to no site, if the finders gave none.
 
-If matmuls are within ``STEPS`` nodes, the reason names a grouped one, else the nearest one. It also names the first of
-these obstacles:
+The search for a matmul covers ``STEPS`` nodes. For a gather or an all-to-all, it first covers the nodes after the
+collective. If it finds no matmul there, and for any other collective, it covers the nodes before the collective. Of the
+matmuls found, the reason names a grouped one, else the nearest one. It also names the first of these obstacles:
 
 1. The matmul's kind cannot be cut: grouped, a product with a vector, or unknown to ``matmuls.parse``.
 2. An op between matmul and collective is not pointwise and does more than move elements.
 3. A slice or ``cat`` is between them.
 4. No cut of the matmul matches the collective's shards.
+
+If a reduction has no matmul before it but one after it, the reason names that matmul and no obstacle.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from overlap_inductor.torch_compat import operators
 aten = tools.aten
 NO_MATMUL = "no matmul is next to the collective, so there is nothing to hide it behind"
 STEPS = 12
-"""The most nodes between collective and matmul. Combining the results of experts takes six to nine."""
+"""The most nodes on a path of ``_nearest``: from the collective's input or wait to the matmul, with both ends. The ops
+that combine the results of experts are six to nine of these nodes."""
 _VECTORS = ("mv", "addmv", "dot", "vdot")
 _Way = tuple[fx.Node, fx.Node | None, fx.Node | None]
 
@@ -52,8 +56,9 @@ def _told(found: _Way, collective: CollectiveNode, gather: str) -> Reason:
         return Reason(
             "grouped_matmul",
             f"the matmul next to the collective is {node.name} ({node.target}), which multiplies groups of rows. It can"
-            " be cut before a reduction over its tokens, if only pointwise ops and one index by rows are between matmul"
-            " and reduction. It can also be cut between two all-to-alls that bring and return its rows",
+            " be cut before an all-reduce or a reduce-scatter, if an index by rows follows it and only pointwise ops"
+            " stand between matmul and index. It can also be cut between two all-to-alls that bring and return its"
+            " rows",
         )
     if kind == "vector":
         return Reason(

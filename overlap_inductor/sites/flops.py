@@ -9,7 +9,7 @@ Matmuls and attention are counted here, because PyTorch's formulas have gaps:
 - They take the tokens of ``_flash_attention_forward`` for its heads.
 - There is no formula for ``_int_mm``.
 
-Sizes are rounded as in ``sites.sizes``.
+This module rounds sizes as in ``sites.sizes``. PyTorch's formulas get exact sizes.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class GatherNodes(SiteNodes):
         pending = [self.collective.wait]
         while pending:
             for user in pending.pop().users:
-                # Splits and their elements are followed, because a ``cat`` may join them to the gathered tensor again.
+                # Splits and their elements are followed: a ``cat`` of the elements may be the whole gathered tensor.
                 if user in self.through or tools.copies(user) or user.target in (*tools.SPLITS, getitem):
                     pending.append(user)
                 elif user not in matmuls:
@@ -184,8 +184,8 @@ class GatherNodes(SiteNodes):
         """What the steps read besides the gathered shards."""
         found = [n for c in self.consumers for n in (c.other_node, c.matmul.bias, *c.matmul.scales()) if n is not None]
         found += self.epilogue.externals
-        # View-like nodes are written again for the pieces. So neither their size arguments nor splits before a ``cat``
-        # are read.
+        # View-like nodes (``through``) are written again for the pieces. So the steps do not read the size arguments of
+        # these nodes.
         inside = self.between()
         copied = [n for n in sorted(inside) if n not in self.through]
         read = [(i, n) for n in copied for i in n.all_input_nodes if i not in inside and i is not self.collective.wait]

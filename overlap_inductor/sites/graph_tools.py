@@ -176,8 +176,8 @@ def has_unbacked(sizes: list[Any]) -> bool:
 
 
 def written_between(first: fx.Node, last: fx.Node, read: list[fx.Node]) -> bool:
-    """Whether a node between ``first`` and ``last`` writes in place to a tensor in ``read``. If so, a read of it must
-    not move from one end to the other."""
+    """Whether a node between ``first`` and ``last`` writes in place to a tensor in ``read``. If so, a node that reads
+    this tensor must not move from ``first`` to ``last``, or from ``last`` to ``first``."""
     node = first.next
     while node is not last:
         if any(argument in read for argument in operators.written(node)):

@@ -184,7 +184,8 @@ class Layout:
         if rank.uneven:
             raise LayoutError("a cat joins equal pieces, but each rank's part has a size of its own")
         if source != target:
-            # A symbolic size is always kept: symbols may prove that sizes are equal but not that their products are.
+            # A symbolic size is always kept as ``total``. Symbols may prove that two sizes are equal, and yet not prove
+            # that products with these sizes are equal.
             rank = Atom(rank.size, rank=True, total=None if size is None or isinstance(size, int) else size)
         dims[target].insert(0, rank)
         return Layout(tuple(tuple(d) for d in dims))

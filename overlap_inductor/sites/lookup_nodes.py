@@ -125,7 +125,8 @@ class PooledNodes(TableNodes):
         return self.between
 
     def places(self) -> list[Placement]:
-        """One place, before the first lookup, so that each table's results are sent at once. Empty with ``by_rank``."""
+        """One place, before the first lookup. So the first tables' results can be sent before the last tables are
+        looked up. Empty with ``by_rank``."""
         return [] if self.by_rank else [Placement(min(m.node for m in self.lookups), [], [], [])]
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:

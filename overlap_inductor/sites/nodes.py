@@ -129,7 +129,8 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def hands_out_gathered(self) -> bool:
-        """Whether a node other than the site's matmuls reads the gathered tensor or a view, copy or split of it."""
+        """Whether a node other than the site's matmuls reads the gathered tensor or a view, copy or split of it. For
+        ``DispatchedNodes``: whether a node outside the site reads one of its ``steps``."""
 
     @abstractmethod
     def others(self) -> list[fx.Node]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``RowProgram``: the grouped matmuls and pointwise ops by which experts compute rows between two exchanges, as text.
+"""``RowProgram``: the ops by which experts compute rows (``sites.row_steps``), as text.
 
 An op of this package runs the program on some of the rows at a time. ``_grouped_mm(x, w0, ends) * r0`` is::
 

@@ -37,7 +37,7 @@ class Exchange:
         places: for each slot (a shard's place in the buffer), ``parts + 1`` indices into ``flat``: where the shard's
             parts begin, and where the last part ends.
         route: one of ``routes.ROUTES``.
-        site: the site's id, for error texts.
+        site: the site's id, for error texts and for ``_key``.
         sequence: number of the exchange on its group, equal on all ranks.
         hops: messages that were started and not yet waited for, by hop.
     """

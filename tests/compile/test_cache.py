@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches: a hit gives the report, counters, dump and strict errors of a compile. A change that matters is a miss.
 
-Most tests use one process, because a hit loads the same files in one process as in a second. One test uses two.
+Most tests use one process, because a hit loads the files that it would load in another process. One test uses two
+processes.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def test_views_are_left_to_inductor_if_one_of_them_cannot_be_evaluated() -> None
 
 def test_what_follows_a_view_of_a_gathered_tensor_is_not_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps' buffer replaces the gathered tensor. The operators behind a view of the gathered tensor are evaluated
-    as often as without the pass."""
+    as often as in mode ``report``, which leaves the graph as written."""
 
     def model(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gathered = all_gather(x, 0, torch.distributed.group.WORLD)

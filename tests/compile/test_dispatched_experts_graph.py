@@ -54,8 +54,8 @@ def test_both_graphs_are_rewritten_unless_they_are_kept() -> None:
     These matmuls run before the wait for the results:
 
     - forward: the shared expert's first matmul;
-    - backward: the three grouped matmuls for the gradients of the weights of the rank's own experts, without the
-      shared expert.
+    - backward: three grouped matmuls, which compute the gradients of the weights of the rank's own experts. No matmul
+      of the shared expert is among them.
     """
     first, without_the_pattern, planned = _reports(0, {}, {"patterns": ("all_to_all_matmul",)}, {"schedule": "auto"})
     found = [first, *_reports(1, {})]

@@ -43,8 +43,9 @@ def planned(report: OverlapReport) -> list[tuple[str, str, Any]]:
 
 
 def test_the_norm_of_a_small_message_is_not_the_epilogue_of_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of both sites could compute the sum. The gather must not take the sum, because its kernel runs before
-    the all-reduce that the sum reads."""
+    """The kernels of both sites could compute the sum ``added``. The all-reduce's kernel computes the sum and the norm.
+    For the sum, this kernel reads the gather site's product. So the gather site's kernel runs first, and cannot add the
+    all-reduce's result."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def f(

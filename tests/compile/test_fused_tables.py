@@ -61,7 +61,7 @@ def test_golden_graphs_and_what_ranks_compare(rank: int) -> None:
 def test_what_the_op_is_told(kind: str, joined: str, written: str) -> None:
     """The op gets:
 
-    - the mode,
+    - how a bag is pooled: ``sum`` or ``mean``,
     - the order of the rows that go to one rank: by bag or by table,
     - whether the backward reads other results of the lookups.
 
@@ -162,7 +162,7 @@ def test_bags_of_dynamic_lengths() -> None:
 
 
 def _chosen(longest: int, mine: int) -> tuple[str, dict[str, float]]:
-    """The chosen schedule for bags of up to ``longest`` rows, and its estimates."""
+    """The chosen schedule for bags of up to ``longest`` rows, and the estimates of all compared schedules."""
     torch._dynamo.reset()
     with fake_group(8), torch.no_grad():
         model = DLRM(8, 64, 64, 5)

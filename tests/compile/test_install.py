@@ -362,7 +362,8 @@ def test_backward_of_a_forward_without_operations() -> None:
 
 
 def test_backward_on_another_thread_follows_its_forward() -> None:
-    """The autograd engine runs CUDA backwards on its own thread, without the configuration of the forward's thread."""
+    """The autograd engine runs the backward of CUDA tensors on a thread of its own. This thread does not have the
+    configuration of the forward's thread."""
     with overlap_inductor.overlap(schedule="ring"):
         loss = training()
     in_thread(loss.backward)

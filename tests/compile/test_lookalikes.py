@@ -45,8 +45,8 @@ def scales(row_wise: bool, rows: int, columns: int) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize("row_wise", [False, True])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_spelling_f_fp8_gathered_as_bytes(row_wise: bool, dim: int) -> None:
-    """fp8 is gathered as uint8. Neither views of the bits nor row-wise scales may hide the site. The scales must be cut
-    with the rows."""
+    """fp8 is gathered as uint8. Neither views of the bits nor row-wise scales may hide the site. Row-wise scales must
+    be cut with the rows."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return scaled(as_bytes(x, dim).flatten(0, 1), w, a, b)

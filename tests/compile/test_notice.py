@@ -46,7 +46,7 @@ def lines(base: ForkBase, folder: Path, rank: int = 0, **variables: str) -> list
 
 
 def test_one_line_by_default_and_with_torch_logs_also_from_a_cache(inductor_base: ForkBase, tmp_path: Path) -> None:
-    """With ``TORCH_LOGS``, the line has torch's prefix and appears once. Graphs without a collective have a line,
+    """With ``TORCH_LOGS``, each line has torch's prefix and appears once, and graphs without a collective have a line,
     too."""
     pretend_installed(tmp_path)
     (line,) = lines(inductor_base, tmp_path)

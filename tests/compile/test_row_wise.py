@@ -19,7 +19,7 @@ from tests.support.row_wise_programs import arguments
 @pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in TRAINED])
 @pytest.mark.usefixtures("two")
 def test_site_is_found(name: str) -> None:
-    """Without row-wise ops, each collective would be a near miss (``no_matmul`` or ``op_between``)."""
+    """If the pass did not know row-wise ops, each collective would be a near miss (``no_matmul`` or ``op_between``)."""
     function, _, (pattern, matmuls) = PROGRAMS[name]
     report = report_of(function, *arguments(name, 2, torch.Generator()))
     ((found, theirs, status),) = facts(report)

@@ -117,7 +117,7 @@ def _windows(tensor: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> st
 
 
 def _read_late(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Only windows of ``product`` are read after ``other`` was computed, which is as large as ``product``."""
+    """After ``other`` is computed, ``product`` is read only through windows. ``other`` is as large as ``product``."""
     window = torch.ops.overlap_inductor.window.default
     product = x @ w
     first, last = (window(product, 0, start, 4) for start in (4, 12))
@@ -138,7 +138,7 @@ def test_the_memory_of_a_tensor_lives_as_long_as_its_windows() -> None:
 
 
 def test_two_windows_are_one_kernel_and_no_copy() -> None:
-    """The windows' kernels have one text. Its caller passes views of the rows."""
+    """One kernel computes the sines of both windows. The kernel's caller passes views of the rows."""
     code = _windows(lambda x, w: x @ w)
     assert re.findall(r"reinterpret_tensor\(buf0, \(4, 8\), \(8, 1\), (\d+)\)", code) == ["96", "32"]
     assert code.count("async_compile.cpp_pybinding(") == 1

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-parallel rewrite of layers that are written as in common frameworks, against golden files and between
-ranks."""
+"""The sequence-parallel rewrite of layers that are written as in common frameworks. The tests compare graphs with
+golden files and between ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ ON_RANKS = [
 ]
 """``(number of ranks, block)``. The block's reports and graphs are compared between the first and the last rank."""
 REPEATED = [(2, "llama trained"), (2, "positions"), (2, "uneven"), (3, "llama"), (8, "llama trained"), (8, "dynamic")]
-"""Thorough tests only: ``test_golden`` checks the graphs of these blocks on the last of 2 ranks."""
+"""The entries of ``ON_RANKS`` that only thorough tests compare. ``test_golden`` already checks the graphs of these
+blocks on the last of 2 ranks."""
 
 
 def reports(name: str, world_size: int, rank: int = 0) -> list[OverlapReport]:

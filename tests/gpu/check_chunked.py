@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m tests.gpu.check_chunked [--calls 60] [--tokens 2048]
     torchrun --nproc-per-node 8 -m tests.gpu.check_chunked --patterns matmul_all_to_all all_to_all_matmul
 
-The ops are called as in a rewritten graph, with both transports and several numbers of chunks and bands. Prints one
-JSON row for each setting:
+The ops are called as in a rewritten graph. They run with the transports ``copy_engine`` and ``sm_push``, and with
+several numbers of chunks and bands. Prints one JSON row for each setting:
 
 - the largest error against fp32, relative to the largest element;
 - ``wrong_calls`` and ``wrong_replays``: the number of results that differ from the first call's;

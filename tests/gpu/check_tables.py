@@ -4,7 +4,7 @@
     torchrun --nproc-per-node N -m tests.gpu.check_tables [--calls 2000] [--replays 500] [--only stress graphs]
     torchrun --nproc-per-node 1 -m tests.gpu.check_tables --wrong-index     # a device-side assert must fail the script
 
-Each rank has its own GPU. Each check prints one JSON row.
+Each rank has its own GPU. Each check prints one JSON row. Ranks other than 0 print only the rows of failed checks.
 
 - ``results``: the results of every kind of lookup are close to fp64. Without weights of samples, they are bitwise
   equal to torch's lookups.

@@ -13,7 +13,8 @@ The model has three blocks and three variants:
 Two inputs take turns. If a schedule sums in a fixed order, equal inputs must give equal bits. Before one step, the
 program returns cached memory to the GPU, so later tensors may get other addresses. Before another step, it runs a step
 of another model. Each rank has its own GPU. Prints one JSON row per variant, mode and schedule, and per variant and
-mode one row without overlap. The exit status is 1 if a row is not right.
+mode one row without overlap. Ranks other than 0 print only the rows that are not right. The exit status is 1 if a row
+is not right.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def sharded(name: str, mesh: DeviceMesh) -> nn.Module:
 
 def step(model: nn.Module, compiled: Any, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
     """Run one training step. Returns the output and the gradients by name. Gradients of parameters are whole. The
-    gradient of the input is that of this rank's tokens."""
+    gradient of the input has the shape of ``x``."""
     model.zero_grad(set_to_none=True)
     x = x.detach().clone().requires_grad_()
     torch.compiler.cudagraph_mark_step_begin()

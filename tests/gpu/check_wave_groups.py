@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks schedule ``wave_groups`` on GPUs: results, calls under stress, and CUDA graphs. Prints one JSON row per check.
+"""Checks schedule ``wave_groups`` on GPUs: results, calls under stress, and CUDA graphs.
+
+Prints one JSON row per check. Ranks other than 0 print only the rows of failed checks.
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_wave_groups [--calls 1000] [--replays 500] [--only stress graphs]
 
@@ -93,8 +95,8 @@ def numbers(rank: int, world_size: int) -> list[str]:
 
 
 def sites(rank: int, world_size: int) -> list[Repeated]:
-    """Sites that were called once, each with the result of its second call. Every second site has many groups of waves.
-    Each of these groups has a kernel that waits beside the matmul."""
+    """Sites that were called twice, each with the result of its second call. Every second site has many groups of
+    waves. Each of these groups has a kernel that waits beside the matmul."""
     made: list[Repeated] = []
     for rows in (2048, 3000 // world_size * world_size):
         for pattern in PATTERNS:

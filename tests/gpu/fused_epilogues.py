@@ -62,7 +62,7 @@ def _sites(
 
 def epilogues(compiled_as: Compile, rank: int, world_size: int) -> list[str]:
     """Run all sites, in sizes that are not multiples of a tile. Returns the problems: a result that differs from fp64,
-    no planned epilogue, or a kernel besides the fused one."""
+    no planned epilogue, not exactly one fused kernel, or a Triton kernel of Inductor."""
     problems = []
     for name, (function, _, inputs, kernel) in _sites(world_size, 120 * world_size, 520, 1000).items():
         torch._dynamo.reset()

@@ -104,7 +104,7 @@ def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = 
 
 
 def host_us(call: Callable[[], Any], calls: int = 20) -> float:
-    """Host time of one call in microseconds, while the GPU is busy: the median over ``ROUNDS`` rounds.
+    """Host time of one call in microseconds, while the GPU is busy: the median over all calls of ``ROUNDS`` rounds.
 
     The rounds are short, because a full queue would block the host. A round's first call is slow (200 us), because the
     host was idle. The median hides it.

@@ -39,7 +39,8 @@ CALLS = 6
 
 
 def main() -> int:
-    """Run all variants and print a JSON row for each. Returns the exit status."""
+    """Run all variants and print a JSON row for each. Ranks other than 0 print only the rows of wrong results. Returns
+    the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--ranks-share-gpus", action="store_true")

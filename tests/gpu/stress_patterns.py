@@ -47,7 +47,8 @@ class Pattern(ABC):
 
     def left(self, sizes: Sizes) -> Size:
         """Rows and columns of a rank's left operand. By default, ``[tokens, inner]``. If the collective comes first,
-        the rank sends this operand. In an all-to-all, each rank gets a slice of the rows."""
+        the rank sends this operand. If this collective is an all-to-all, each rank gets a slice of the operand's
+        rows."""
         return sizes.tokens, sizes.inner
 
     def right(self, sizes: Sizes) -> Size:

@@ -14,8 +14,8 @@ from overlap_inductor.lowerings.fused import parameters as fused_plan
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 SENT, RECEIVED, CONTRACTED = "matmul_all_to_all", "all_to_all_matmul", "contracted_all_to_all_matmul"
-"""The patterns with an all-to-all. ``CONTRACTED`` is pattern ``RECEIVED`` with a contraction. It has an op of its own,
-so it counts as a pattern here."""
+"""The patterns with an all-to-all. ``CONTRACTED`` is pattern ``RECEIVED`` whose matmul contracts the exchanged dim. It
+has an op of its own, so it counts as a pattern here."""
 PATTERNS = (GATHER, SCATTER, REDUCE, SENT, RECEIVED, CONTRACTED)
 BANDED = {"parts": 2, "parts_from": 0}
 """Schedule ``fused`` cuts each shard into two bands, whatever its size."""

@@ -161,7 +161,7 @@ class Case:
     """A call with epilogues. Extra tensors differ from rank to rank.
 
     Attributes:
-        epilogues: one for each result, or ``None``.
+        epilogues: for each result, its epilogue, or ``None`` if it has none.
         widths: columns of each result.
         rows: rows of a shard.
         missing: rows that the last shard lacks.

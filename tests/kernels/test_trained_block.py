@@ -19,8 +19,8 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.interpreted import interpreted
 from tests.support.shared_memory import use_shared_memory
 
-# The backward has two reduce-scatters of sums of matmuls. No fused kernel computes sums, so ``fused`` keeps these
-# sites.
+# The backward has two reduce-scatters of sums of matmuls. No fused kernel computes a sum of matmuls, so
+# ``fused`` keeps these sites.
 EXPECTED = {
     "chunked": {
         "forward: all_gather_matmul chunked": 2,

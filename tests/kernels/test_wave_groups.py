@@ -295,7 +295,7 @@ def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeyp
 
 
 def test_tables_of_partitions_run_out(waves: wave_groups.GroupWaves) -> None:
-    """Each plan fills one table for the whole matmul, and one for each number of free SMs."""
+    """The choice of a plan fills one table for the whole matmul, and one for each number of free SMs."""
     _call(waves, replace(PARAMETERS, free=(0, 1)))
     assert waves.used == 3
     waves.used = wave_groups.TABLES

@@ -43,7 +43,7 @@ def texts(dump: Path) -> dict[str, str]:
 
 @pytest.mark.thorough
 def test_environment_variables_alone(tmp_path: Path) -> None:
-    """All sites are in the dump, no graph breaks, and a cold and a warm cache give one dump."""
+    """All sites are in the dump. No graph break occurs. The dumps with a cold and with a warm cache are equal."""
     if not importlib.metadata.entry_points(group="torch.backends", name="overlap_inductor"):
         pytest.skip("the package is not installed here, so torch cannot load it by itself; pip install -e . first")
     for dump in (tmp_path / "cold", tmp_path / "warm"):

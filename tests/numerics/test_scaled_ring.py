@@ -99,7 +99,7 @@ def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] 
                 )(*tensors)
             )
         for e, f in zip(exact, found, strict=True):
-            # Rounding to fp8 and bf16 causes smaller errors. A wrong scale causes larger ones.
+            # Rounding to fp8 and bf16 causes errors below this limit. A wrong scale causes errors above it.
             if f.shape != e.shape or not (f.double() - e).abs().max() <= 2e-2 * e.abs().max():
                 problems.append(f"{name}: off by {(f.double() - e).abs().max():.3g} of {e.abs().max():.3g}")
         schedules = [p.schedule for r in reports for site in r.sites for p in site.decision.plan]

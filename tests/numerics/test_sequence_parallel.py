@@ -54,7 +54,8 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     # partial sum, so the forward's scatters cannot be overlapped.
     "selective checkpointing": (6, 6, 9, set()),
     "DTensor": (4, 4, 6, set()),
-    # One graph serves multiples of the number of ranks, another graph all other numbers of tokens.
+    # One graph serves the numbers of tokens that are multiples of the number of ranks. Another graph serves all other
+    # numbers of tokens.
     "dynamic": (8, 4, 10, UNEVEN),
     "dynamic, even": (4, 4, 6, set()),
 }
@@ -100,8 +101,8 @@ def _problems(rows: Mapping[str, dict[str, Any]], expected: Mapping[str, tuple[i
     ids=["2 ranks", "3 ranks", "2 ranks, more blocks"],
 )
 def test_blocks(world_size: int, names: tuple[str, ...]) -> None:
-    """No gradient may be summed twice or not at all. Sums must not hold padding or rows of a wrong rank. Every gather
-    must be overlapped."""
+    """No gradient may be summed twice, and no sum may be missing. Sums must not hold padding or rows of a wrong rank.
+    Every gather must be overlapped."""
     for rank, rows in enumerate(run_ranks(world_size, _rows, names, timeout=500)):
         problems = _problems(rows, EXPECTED)
         assert not problems, f"rank {rank}: {problems}"

@@ -191,8 +191,8 @@ def _normed(
 def test_norms_and_rotary_embeddings(
     world_size: int, batch: int, trained: bool, norm: str, rotary: str, generated: bool
 ) -> None:
-    """The projections are computed in bands of tokens. A band must be rotated by its own places, sent to the right
-    place, and saved for the backward."""
+    """The projections are computed in bands of tokens. A band must be rotated by the positions of its own tokens. It
+    must arrive in the right rows of each receiver, and be saved for the backward."""
     arguments = (batch, trained, norm, rotary, generated)
     for patterns, errors, problems in run_ranks(world_size, _normed, *arguments, timeout=500):
         assert patterns[0] == FORWARD and problems == []

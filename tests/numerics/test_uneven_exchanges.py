@@ -83,8 +83,8 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
         found = _errors(name, compiled, counts, *_inputs(rank, sum(sent), k, n, dtype))
         problems.extend(f"{what}: {text}" for text in found)
         problems.extend(f"{what}: {text}" for r in reports for text in waste(r))
-        # Some graphs rightly run without overlap. If sizes are constants, the parts may be equal on one rank only. If a
-        # rank has fewer than two rows, torch computes its product without a matmul.
+        # Some graphs rightly run without overlap. If sizes are constants and the parts are equal on one rank only, the
+        # plan of this rank differs. If a rank has fewer than two rows, torch computes its product without a matmul.
         if constant or min(sum(parts[r * world_size : (r + 1) * world_size]) for r in range(world_size)) < 2:
             return
         problems.extend(f"{what}: {text}" for r in reports for text in r.notices)

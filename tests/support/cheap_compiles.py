@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes compiles in a test process faster: leaves out work that serves only logs or later compiles."""
+"""Makes compiles in a test process faster: leaves out or reduces work that the tests do not need."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ PRELOADED_MODELS = [
     "transformers.integrations.tensor_parallel",
     "accelerate",
 ]
-"""Modules that the fork server also imports if the starting process has imported ``transformers``: some ranks run
-models."""
+"""If the process that starts ranks has imported ``transformers``, some ranks run models. The fork server then imports
+these modules, too."""
 
 
 def compile_anew(kernels: bool = True) -> None:

@@ -9,8 +9,8 @@ from overlap_inductor.report.report import OverlapReport
 
 
 def waste(report: OverlapReport) -> list[str]:
-    """The problems of a rewritten graph: a matmul whose result is not used. If all sites are overlapped, also more
-    collectives than near misses."""
+    """The problems of a rewritten graph. A matmul whose result is not used is a problem. If all sites are overlapped,
+    it is also a problem if the graph has more collectives than near misses."""
     lines = {line.split(":")[0].split(" = ")[0]: line for line in report.after.splitlines() if " = " in line}
     wanted: set[str] = set()
     pending = [

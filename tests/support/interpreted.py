@@ -131,8 +131,8 @@ def _number(function: Callable[..., Any]) -> Callable[..., int]:
 
 
 def _bind_symbols(gm: torch.fx.GraphModule) -> None:
-    """Replace each symbolic size in the nodes' arguments by a node that computes it. A node that runs by itself needs a
-    number."""
+    """Replace each symbolic size in the nodes' arguments by a node that computes the size from the graph's inputs. The
+    nodes run one by one, so each size must be a number."""
     import sympy
 
     symbols = {

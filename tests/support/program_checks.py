@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles random programs with overlap on one rank, and compares them with the uncompiled programs."""
+"""The work of each rank in tests of random programs: compile the programs with overlap, and compare their results with
+those of the uncompiled programs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws random programs that differ between ranks: a bias on one rank, a smaller K on the last rank, or padding before
-a transfer.
+"""Draws random programs that differ between ranks: a bias on one rank, a smaller K on the last ranks, or padding
+before a transfer.
 
 All ranks draw the same decisions and move tensors of equal shapes. Sizes are split as in DTensor, into pieces of
 ``ceil(size / world_size)``. The last pieces may be smaller or empty.

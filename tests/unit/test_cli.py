@@ -220,8 +220,8 @@ print(first, os.waitstatus_to_exitcode(os.waitpid(command, 0)[1]))
 
 
 def test_the_reader_of_an_explained_script_may_go_away(inductor_base: ForkBase, tmp_path: Path) -> None:
-    """``overlap-inductor explain script.py | head -1`` ends quietly even if it is a print of the script that meets the
-    closed pipe."""
+    """``overlap-inductor explain script.py | head -1`` ends quietly, even if the script itself writes into the closed
+    pipe."""
     script = tmp_path / "user.py"
     script.write_text("while True:\n    print('a line of the script', flush=True)\n")
     done = python("-c", READER, "explain", str(script), base=inductor_base)

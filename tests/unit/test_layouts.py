@@ -142,8 +142,8 @@ def test_without_rank_is_the_shard(shard: list[int], world_size: int) -> None:
 @many
 @given(st.data(), shards, world_sizes)
 def test_same_elements(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """``same_elements`` is true only if both layouts hold the same elements in the same order. Different atoms of equal
-    sizes are different elements."""
+    """``same_elements`` is true only if both layouts hold the same elements in the same order. Layouts with different
+    atoms hold different elements, even if the atoms have equal sizes."""
     raw = Layout.gathered(shard, world_size)
     order = data.draw(st.permutations(range(len(shard))))
     moved = raw.permute(order)

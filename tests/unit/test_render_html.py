@@ -162,7 +162,7 @@ def test_a_slower_plan_is_marked_as_slower_and_drawn_red() -> None:
 
 
 def test_the_page_explains_its_words_and_colours() -> None:
-    """A text explains each status, and each box of a timeline."""
+    """A text explains each status that a site of the report has, and each box of a timeline."""
     report = samples.empty()
     report.sites = [samples.planned(*samples.PIECES[name], "m") for name in ("ring slower", "ring gather")]
     report.sites.append(samples.site("lm_head", samples.refused("lm_head")))

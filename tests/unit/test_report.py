@@ -113,7 +113,7 @@ def test_layers_with_other_plans_sizes_or_values_in_reasons_stay_apart() -> None
 
 
 def test_node_names_in_reasons_do_not_keep_layers_apart() -> None:
-    """The layers' reasons differ only in a node's name (mm, mm_1, mm_2). They must share one row."""
+    """The layers' reasons differ only in the names of nodes. The layers must share one row."""
     report = samples.empty()
     for i, node in enumerate(["mm", "mm_1", "mm_27"]):
         reason = Reason("other_users", f"{node} is also used by add_{i}")

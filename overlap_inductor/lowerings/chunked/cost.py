@@ -32,9 +32,11 @@ class ChunkedCost:
             faster.
         replay_seconds: host time of a replayed call, which is one CUDA graph.
         band_tiles: fewest tiles of a band in ``contracted_launch``: the number of SMs of an H200.
-        replay_gain_seconds / replay_gain_peer_seconds: smallest gain in each leg of a replayed call, and for each peer
-            of the leg. The larger one counts. Late peers may cost this much.
-        replay_tiles: fewest tiles for each rank of a replayed call. Smaller chunks leave most SMs idle.
+        replay_gain_seconds / replay_gain_peer_seconds: smallest gain over ``keep``, per leg, for which a replayed call
+            pays. It is the larger of the first constant and of the second constant times the number of peers. Late
+            peers may cost this much.
+        replay_tiles: a replayed call on W ranks needs W times this many tiles, but never more than
+            ``Machine.least_tiles``. With smaller chunks, most SMs are idle.
     """
 
     exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)
@@ -102,8 +104,8 @@ def pays(sizes: SiteSizes, machine: Machine) -> bool:
     - by more than 5 % (25 % in groups larger than those measured, and for contracted dims)
     - by more time than the host or late peers may cost
 
-    A call must have enough tiles, and take at least as long on the GPU as on the host. A replayed call needs fewer
-    tiles and a smaller gain.
+    A call must have enough tiles, and take at least as long on the GPU as on the host. In groups of at most 4 ranks, a
+    replayed call needs fewer tiles and a smaller gain than a call that is not replayed.
     """
     peers, estimate = sizes.world_size - 1, seconds(sizes, machine)
     if sizes.replays:

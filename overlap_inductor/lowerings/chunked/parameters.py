@@ -235,8 +235,8 @@ def result_signals(world_size: int, parameters: ChunkedParameters) -> int:
 def needed(
     pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: ChunkedParameters
 ) -> tuple[int, int]:
-    """``(bytes, signals)`` of a call's slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N; ``itemsize``:
-    bytes of a sent element."""
+    """``(bytes, signals)`` of a call's slot (``runtime.arena``). ``rows``: rows of a shard; ``inner``, ``columns``: K
+    and N; ``itemsize``: bytes of a sent element."""
     # A call with fewer rows never needs more.
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)

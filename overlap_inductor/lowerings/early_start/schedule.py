@@ -67,7 +67,8 @@ class EarlyStart:
         return cost.seconds(sizes_at(site), machine_of(site, config))
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
-        """The sizes of the example decide, because one order of attention and exchange serves all token counts."""
+        """The sizes of the example inputs decide, because one order of attention and exchange serves all token
+        counts."""
         if not has_example(site):
             return Reason("dynamic_shape", "the sizes are only known when the graph runs, so there is no estimate")
         # On GPUs, this schedule was measured at one size only.

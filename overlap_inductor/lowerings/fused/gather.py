@@ -45,11 +45,11 @@ def _operands(call: Received) -> list[torch.Tensor | None]:
 
 
 def prepare_gather(call: Received, launch: Launch, p: FusedParameters) -> Kernel:
-    """Prepare the kernel of a call of a pattern in ``GATHERS``. Each weight is ``[K, N]``, and its result
+    """Prepare the kernel of a call of a pattern in ``parameters.GATHERS``. Each weight is ``[K, N]``, and its result
     ``[world_size * rows, N]``.
 
     Raises:
-        UnsupportedError: the kernel does not support its operands, or the slot is too small.
+        UnsupportedError: the kernel does not support the call's operands, or ``launch.slot`` is too small.
     """
     a, own, rhs, world_size = call.a, call.own, call.rhs, launch.world_size
     rows, inner = own.shape

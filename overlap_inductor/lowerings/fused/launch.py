@@ -71,8 +71,8 @@ NO_TAIL = Tail()
 
 
 def check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
-    """Raises ``UnsupportedError`` if the kernels do not support an operand, or if the slot is smaller than ``need``:
-    ``(bytes, signals)``."""
+    """Raises ``UnsupportedError`` if the kernels do not support an operand, or if ``launch.slot`` is smaller than
+    ``need``: ``(bytes, signals)``."""
     check_operands(a, b, bias)
     launch.check_room(*need)
 

@@ -38,11 +38,11 @@ class FusedParameters:
         copier: name of that transport; empty for the first of ``copiers``.
         parts: largest number of bands of a shard. 0: the number of ranks.
         parts_from: if the whole matmul has fewer rows, a shard is one band.
-        pieces: pieces in which a band is pushed (all-gather).
+        pieces: pieces in which a band is pushed (``GATHERS``).
         pushers: blocks that push. 0 (all-reduce): ``push_inner`` decides.
         push_inner: K for which one block pushes as fast as all others multiply (all-reduce).
         unit: neighbouring tiles that are pushed at once (all-reduce).
-        slices: slices along K in which a shard is pushed (all-gather). A tile waits for them one by one.
+        slices: slices along K in which a shard is pushed (``GATHERS``). A tile waits for them one by one.
         slices_tiles: with more tiles than this, a shard has fewer slices (``slices_of``). All ranks need the same
             number of slices, so this limit is in the plan.
         slices_pushers: blocks that push the slices.
@@ -193,7 +193,8 @@ def needed(
     # A call with fewer rows never needs more.
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern in EXCHANGES:
-        # ``rows`` may be too small if slices of K or of columns are exchanged, so the largest number of parts is used.
+        # If slices of K or of columns are exchanged, a shard may have more rows than ``rows``. So ``parts`` is the
+        # largest number that any shard can have.
         parts = parameters.parts or world_size
     if pattern in GATHERS:
         return world_size * rows * inner * itemsize, parts * parameters.slices

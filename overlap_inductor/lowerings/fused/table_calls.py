@@ -44,7 +44,7 @@ class Lookups:
         bags: bags of each table, in the slices of all ranks together.
         mean: bags are averaged, not summed.
         last_offset: ``offsets`` has one more element than there are bags.
-        rows_first: a slot of the result is ordered by bag, then by table. Otherwise by table, then by bag.
+        rows_first: what one rank sends to another is ordered by bag, then by table. If False: by table, then by bag.
     """
 
     tables: Sequence[torch.Tensor]

@@ -165,8 +165,8 @@ def _embedding_all_to_all_fake(
     return [out, *(t for s in saved for t in s)], chain.new_empty(1)
 
 
-# ``offsets``: empty for plain rows. ``samples``: weights of the indices, or empty. ``padding``: each table's padding
-# index, or -1. ``mode``: see ``MODES``. ``last_offset``, ``rows_first``: see ``table_calls.Lookups``.
+# ``offsets``: empty if each index is a bag. ``samples``: weights of the indices, or empty. ``padding``: each table's
+# padding index, or -1. ``mode``: see ``MODES``. ``last_offset``, ``rows_first``: see ``table_calls.Lookups``.
 define(
     "fused_embedding_all_to_all(Tensor chain, Tensor[] tables, Tensor[] indices, Tensor[] offsets, Tensor[] samples,"
     " int[] padding, str mode, bool last_offset, bool rows_first, bool saves, str settings, str group_name, str site)"

@@ -137,7 +137,8 @@ def _results(lookup: LookupNode) -> dict[int, fx.Node]:
 
 
 def _rows_first(nodes: PooledNodes) -> bool | None:
-    """Order of a slot of the result. True: by bag, then by table. False: by table, then by bag. ``None``: any other."""
+    """Order of what one rank sends to another. True: by bag, then by table. False: by table, then by bag. ``None``: any
+    other."""
     _, *atoms = nodes.block.flat()
     width = tools.shape(nodes.lookups[0].rhs)[1]
     cut = next((i for i in range(len(atoms) + 1) if product(atoms[i:]) == width), None)

@@ -35,6 +35,7 @@ def tails_of(site: OverlapSite, planned: list[str] | None = None) -> list[Tail |
     * ``find_tail`` finds none.
     * The vendor's matmul computes the result.
     * The kernel writes the rows in another order than the result has, or writes the transposed product.
+    * The last shards may have fewer rows than the others.
     * The result of a reduction is not that of one collective alone.
 
     ``planned``: what ``described`` returned when the site was planned.

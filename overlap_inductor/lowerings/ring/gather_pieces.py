@@ -100,8 +100,9 @@ class Consumer:
             annotate_new(emit, piece)
             self.pieces.append(Piece(piece, shifts, block, cross_start))
             return
-        # Total -1 is the product of the whole own slice. With a crossing dim, total ``part`` starts as that part of
-        # total -1. Sub-chunk ``part`` of every other slice is added to it.
+        # Without a crossing dim, total -1 adds up all pieces. With a crossing dim, total -1 is the product of the own
+        # shard, if that shard comes as a whole. Total ``part`` then starts as part ``part`` of total -1. Sub-chunk
+        # ``part`` of every other shard is added to total ``part``.
         band = part if cross_length is not None and part is not None else -1
         total = self.totals.get(band)
         if total is None and band >= 0 and -1 in self.totals:

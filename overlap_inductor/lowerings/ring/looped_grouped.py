@@ -72,8 +72,8 @@ def rewrite(
 
 
 def _operands(matmul: GroupedMatmul) -> tuple[list[fx.Node], Operands]:
-    """The gathers among the steps, and the operands and program of the other steps. The program reads the gathered
-    rows. Raises ``ValueError`` if an argument of a step cannot be written as text."""
+    """The steps that take rows by number (``is_gather``), and the operands and program of the other steps. The program
+    reads the rows that were taken. Raises ``ValueError`` if an argument of a step cannot be written as text."""
     steps = matmul.steps
     gathers = [n for n in steps if is_gather(n)]
     computed = [n for n in steps if n not in gathers]

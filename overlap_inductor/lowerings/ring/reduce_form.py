@@ -85,8 +85,8 @@ class ReduceRing:
         return loop.rewrite(emit, site.facts.pattern, nodes, parts, floor)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """As ``SiteNodes.cut``. If a looping op must first move the rows of a reduction to dim 0, the words end with
-        ``" rows in front"``."""
+        """As ``SiteNodes.cut``. If the operands of a looping reduction are first transposed or permuted into the ranks'
+        order, the words end with ``" rows in front"``."""
         nodes = nodes_of(site, ReduceNodes)
         sizes, words = nodes.cut()
         outer = nodes.sharded.outer

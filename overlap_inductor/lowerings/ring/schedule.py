@@ -154,8 +154,8 @@ def _transport(config: OverlapConfig) -> Exchanges:
 
 
 def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-    """The form's parameters, with the fewest ``sub_chunks`` that make the ring about as fast as it can be
-    (``cost.fewest_parts``)."""
+    """The form's parameters. If ``part_counts`` offers several numbers of sub-chunks, ``cost.fewest_parts`` chooses
+    one of them."""
     found = form_of(site).parameters(site, config)
     if len(part_counts(site, config)) > 1:
         sizes, machine = sizes_at(site), machine_of(site, config)
@@ -235,7 +235,8 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     Ranks may decide differently for two reasons:
 
     - A looping op may be able to compute a site on some ranks only.
-    - Ranks may count different numbers of pointwise ops for a site (in multiples of 8).
+    - Ranks may count different numbers of pointwise ops for a site, although each count is rounded down to a multiple
+      of 8.
 
     Their plans are still equal if they send the same pieces, of the same values, on the same route. If plans differ,
     all ranks run the graph without overlap.

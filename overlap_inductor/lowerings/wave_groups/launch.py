@@ -10,7 +10,7 @@ Planning. All ranks plan a site together at its first call, with the first rank'
    fastest.
 
 Sites whose matmuls look alike on the first rank share a plan. On another rank, these matmuls may differ in inner size
-or bias, because a partition cuts only rows.
+or bias. The plan fits these matmuls too, because a partition cuts only rows.
 
 Loading. Loading a kernel waits for the device, where another kernel may be waiting for a matmul. So the first call
 loads every kernel before any of them waits. A matmul of another inner size or bias is loaded before any kernel of its

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide whether a tensor has the same values on every rank of a group.
 
-An op on rows may read a tensor that is not held as rows. Each rank then reads a part of it, so all ranks must hold the
-same tensor. The rules are:
+An op on rows may read a tensor that is not held as rows. Each rank then reads its own copy of this tensor, or a part of
+the copy. So the copies of all ranks must be equal. The rules are:
 
 - A result of the group's all-reduces and all-gathers is the same on all ranks.
 - A matmul's result may differ, because its weight may be a shard.
