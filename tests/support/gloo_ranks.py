@@ -31,6 +31,7 @@ PRELOADED_MODELS = [
     "transformers.models.llama.modeling_llama",
     "transformers.integrations.tensor_parallel",
     "accelerate",
+    "tests.support.warm_models",
 ]
 """Modules that the fork server also imports if the starting process has imported ``transformers``: some ranks run
 models."""
