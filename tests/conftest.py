@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support.fork_base import DYNAMO
 from tests.support.fork_base import INDUCTOR
 from tests.support.fork_base import TORCH
 from tests.support.fork_base import ForkBase
+from tests.support.rewritten_tests import rewrite_tests
 from tests.support.worker_base import WorkerBase
 
 set_environment()
@@ -30,6 +32,8 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Fork the workers that pytest-xdist would start as new interpreters."""
     base = WorkerBase()
     config.add_cleanup(base.end)
+    if rewriting := rewrite_tests(config):
+        config.add_cleanup(lambda: os.waitpid(rewriting, 0))
     for spec in specs:
         if spec.popen and not spec.python:
             spec.python = base.python
