@@ -20,7 +20,7 @@ program in a setting is the repeat with the least CPU time::
     seconds             CPU time of this process
     compiler_seconds    CPU time of the C++ compiler that this process starts
     pass_seconds        the part of seconds in run_overlap_pass
-    lowering_seconds    the part of seconds in the package's lowerings
+    lowering_seconds    the part of seconds in the package's lowerings, except those of window and exchange_wait
     hook_seconds        the part of seconds in the package's wrappers of Inductor's functions, without these functions
     gc_seconds          the part of seconds in the garbage collector; the three parts above leave it out
 """
@@ -108,8 +108,8 @@ class Clock:
 
 
 def instrument(clock: Clock) -> list[OverlapReport]:
-    """Let ``clock`` time the pass, the package's lowerings and hooks, and the garbage collector. Returns a list to
-    which each run of the pass appends its report."""
+    """Let ``clock`` time the pass, the lowerings that are named below, the package's hooks, and the garbage collector.
+    Returns a list to which each run of the pass appends its report."""
     reports: list[OverlapReport] = []
     run_pass, wrap = clock.timed("pass", overlap_pass.run_overlap_pass), hooks._wrap
 

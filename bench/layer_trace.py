@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divides the time of a step on this rank among kinds of work, in total and for each site.
 
-The kinds are waits for a peer, sends, collectives, matmuls, looping ops and the rest. ``bench.layers --trace FOLDER``
-profiles some steps of each variant, except ``no collectives``.
+The kinds are waits for a peer, sends, collectives, matmuls, ops that compute a whole site, and the rest.
+``bench.layers --trace FOLDER`` profiles some steps of each variant, except ``no collectives``.
 
 The profiler's ranges of overlap ops carry the site's id. A site is open from its first range to its last one. A range
 without id (a matmul or plain collective) counts for the open site that was opened last.

@@ -6,13 +6,13 @@ The models are an unchanged Hugging Face Llama, and sequence-parallel MLP blocks
     sudo .venv/bin/python -m bench.layers                    # gloo ranks on a slow link: 2, then 4
     torchrun --nproc-per-node 8 -m bench.layers --device cuda
 
-Each variant of a program (``bench.layer_variants``) is compared with the eager program in fp32 on random data. The
-variants are then timed in turn. Times are milliseconds of a step: median, 20th and 80th percentile, each the maximum
-over ranks.
+Each variant of a program (``bench.layer_variants``), except ``no collectives``, is compared with the eager program in
+fp32 on random data. The variants are then timed in turn. Times are milliseconds of a step: median, 20th and 80th
+percentile, each the maximum over ranks.
 
 Variant ``no collectives`` has local ops in place of collectives. It shows the time without transfers; its results are
-wrong and are not compared. Variants with overlap may be even faster, because the sequence-parallel rewrite divides
-token-wise work among the ranks.
+wrong. Variants with overlap may be even faster, because the sequence-parallel rewrite divides token-wise work among the
+ranks.
 
 Rows are added to ``bench/results/layers_slow_link.jsonl`` (slow link) or ``bench/results/layers.jsonl`` (GPUs).
 ``python -m bench.report`` draws ``docs/assets/layers.png`` from the slow link's rows.
@@ -46,7 +46,7 @@ from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
 
 ROOT = rows.RESULTS.parent.parent
-# With these sizes, two cores and the default --megabits, the forward's matmuls take about as long as its transfers.
+# On a machine with two cores, with the default --megabits, the forward's matmuls take about as long as its transfers.
 CPU = Sizes(layers=2, hidden=1024, ffn=2816, heads=16, kv_heads=16, vocabulary=1024, prompt=128)
 CUDA = Sizes(layers=4, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=32000)
 CPU_CASES = [("forward", 1, 1024), ("training", 1, 1024)]

@@ -103,10 +103,10 @@ def mirrored(
         turned: whether the buffer holds the flags of a gather by copy engines with turns.
 
     Copies write turned flags through ``peers``. Before a copy to receiver ``p``, a kernel reads the flag of source
-    ``world_size - 1`` through ``pointers``. From ``peers[p]`` on, this flag would lie past the last flag. So the
-    addresses in ``pointers`` are lower by ``world_size * shift`` elements, and the kernel reads the flag of source
-    ``world_size - 1 - p``. This GPU's copy to receiver ``p + 1`` has set that flag one turn earlier. Credits written
-    through ``pointers`` fall into the margin.
+    ``world_size - 1`` through ``pointers``. Counted from ``peers[p]``, this flag would lie behind the other GPU's last
+    flag. So the addresses in ``pointers`` are lower by ``world_size * shift`` elements, and the kernel reads the flag
+    of source ``world_size - 1 - p``. This GPU's copy to receiver ``p + 1`` has set that flag one turn earlier. Credits
+    written through ``pointers`` fall into the margin.
 
     Raises:
         ValueError: ``turned`` is set, and the margin is smaller than ``world_size * shift`` elements.

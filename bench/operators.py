@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the plain computation (``keep``), Inductor's async TP, and every schedule over each of its transports.
 
-    torchrun --nproc-per-node 8 -m bench.operators                      # the cases of the README's picture
+    torchrun --nproc-per-node 8 -m bench.operators                      # README's picture shows some of these cases
     torchrun --nproc-per-node 4 -m bench.operators --shapes llama3-8b-mlp --tokens 1 16 128 \\
         --patterns matmul_all_reduce --budget-seconds 60
     torchrun --nproc-per-node 4 -m bench.operators --dtype fp8_rows --schedules chunked auto
@@ -18,8 +18,8 @@ Settings:
 - ``compiled``: compiled graphs run one after the other, so a slow host makes the time longer. ``keep`` is Inductor's
   plain graph.
 
-A row's time is the median over rounds, then the maximum over ranks. Rows are appended to the file (``bench.rows``) when
-their case has been timed. ``python -m bench.report`` makes tables and plots from them.
+A row's time is the median over rounds, then the maximum over ranks. When a case has been timed in a setting, its rows
+are appended to the file ``--out`` (``bench.rows``). ``python -m bench.report`` makes tables and plots from stored rows.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def say(*lines: object) -> None:
 
 
 def left_out(arguments: argparse.Namespace, all_cases: Sequence[Case], device: torch.device) -> list[str]:
-    """A line for each case that cannot be cut into equal shards. Also a line for each provider and pattern with a case
-    that it cannot compute."""
+    """A line for each case that cannot be cut into equal shards. If a provider cannot compute some cases of a pattern,
+    also a line for each reason."""
     lines = [f"{case}: {case.why_not()}" for case in all_cases if case.why_not()]
     wanted = [n for n in provider_names() if n in arguments.schedules or n.split("/")[0] in arguments.schedules] + [
         v.name for v in arguments.variants

@@ -47,7 +47,7 @@ class Case:
 
     Attributes:
         shape: the layer, a name in ``SHAPES``.
-        tokens: rows of all ranks together.
+        tokens: rows of a rank's matmul.
         operands: the operands' dtype, a name in ``DTYPES``.
     """
 

@@ -239,7 +239,7 @@ def main() -> None:
             if arguments.out:
                 with open(arguments.out, "a") as file:
                     file.writelines(json.dumps({"tokens": tokens, **row, **environment}) + "\n" for row in rows)
-        # Graphs hold addresses of the site's tensors. So both are freed together, when no work is running.
+        # ``measure`` has already dropped the graphs. The site's tensors are freed when no work on the GPU is left.
         torch.cuda.synchronize()
         del site
     dist.barrier()

@@ -17,7 +17,7 @@ from bench.tables import line
 
 Row = dict[str, Any]
 NOT_SCHEDULES = ("keep", "auto", "async_tp")
-"""Providers of ``bench.operators`` whose names are not those of schedules."""
+"""Providers of ``bench.operators`` that a table never names as the best schedule."""
 
 
 def _read(name: str) -> list[Row]:
@@ -115,7 +115,7 @@ def _or_none(value: float | None) -> str:
 
 
 def other_shapes() -> str:
-    """Speed-up of ``auto`` for other shapes on 2 GPUs, by tokens."""
+    """Speed-up of ``auto`` on 2 GPUs for every shape but llama3-70b's MLP, by tokens."""
     found = [
         row
         for row in _operators(world_size=2, dtype="bfloat16", setting="hidden", provider="auto")

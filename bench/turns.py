@@ -7,8 +7,8 @@ Without turns, two ranks that are microseconds out of step send to one receiver 
 receiver's link, and is further out of step in the next round (``transports.copy_engine``).
 
 A call ends when the rows of all peers have arrived. A JSON row holds the median over samples, then the maximum over
-ranks. Transfers are timed alone, and while two longer matmuls run. Before the timing, the data that arrived is compared
-with the data that was sent.
+ranks. Transfers are timed alone, and while two matmuls run. Before the timing, the data that arrived is compared with
+the data that was sent.
 """
 
 from __future__ import annotations

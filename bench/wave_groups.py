@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time schedule ``wave_groups`` against ``keep``, and its planned partition against others, on llama3-70b's MLP.
 
-A *partition* divides the matmul's waves into groups. A group's collective starts when the group's waves have ended.
+A *partition* divides the matmul's waves into groups. A group's collective starts when the group's waves and the
+previous group's collective have ended.
 
     torchrun --nproc-per-node 4 -m bench.wave_groups --tokens 4096 8192 --out bench/results/wave_groups.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 -m bench.wave_groups

@@ -122,7 +122,7 @@ class OverlapConfig:
     step_node_budget: int = _key(3000)
     """The number of FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. A site that does not
     fit becomes one looping op, or is refused if no looping op computes it. Sites without a looping op are unrolled
-    first, each group in graph order."""
+    first, in graph order. Then come the other sites, in graph order."""
 
     workspace_limit: int = _key(4096)
     """The most symmetric memory that one group's sites may hold on each rank, in MiB. Other sites run as written."""

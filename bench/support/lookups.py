@@ -17,7 +17,7 @@ class LookupCase:
 
     Attributes:
         tables: tables of each rank.
-        batch: number of bags looked up in each table, the bags of all ranks' slices together.
+        batch: number of bags that a rank looks up in each table. The all-to-all divides the bags among the ranks.
         width: elements of a row.
         pooling: indices of a bag. 0: there are no bags, and each index gives one row (``embedding``).
         height: rows of a table.

@@ -28,8 +28,9 @@ class Machine:
         lookup_seconds: fixed cost of one lookup in a table. On an H100, 64 calls of ``embedding_bag`` took 680 us.
             Their reads and writes alone would take 50 us.
         launch_seconds: host time to launch a matmul and the fused kernel beside it.
-        call_seconds: host time of a collective and its wait; 0 on a CPU. On two hosts, two layers of Llama took 1.6 and
-            2.7 ms with 5 collectives, and 1.1 and 1.9 ms without.
+        call_seconds: host time of a collective and its wait; 0 on a CPU. On one host, two layers of Llama took 1.6 ms
+            with 5 collectives, and 1.1 ms without. On another host, they took 2.7 ms with 5 collectives, and 1.9 ms
+            without.
     """
 
     name: str
@@ -94,5 +95,5 @@ BOXES = {"h200": Box("h200", "8 x NVIDIA H200, each linked to all others by NVLi
 
 def machine_for(device_type: str) -> Machine:
     """The shipped ``Machine`` for ``device_type``: a torch device type, or ``WITHOUT_PEERS``. An unknown accelerator
-    gets the CPU's ``Machine``, so only large sites are overlapped."""
+    gets the CPU's ``Machine``."""
     return _MACHINES.get(device_type, _MACHINES["cpu"])

@@ -171,8 +171,9 @@ class ComparedCall:
         )
 
     def _prepare(self, inputs: Sequence[Any]) -> str:
-        """Make the symmetric memory of the graph's sites. All ranks of a group call this together. Returns ``""``, or
-        why it failed (the same text on all ranks of the group)."""
+        """Make the symmetric memory of the graph's sites. All ranks of a group call this together, unless the workspace
+        was prepared for this plan before. Returns ``""``, or why it failed (the same text on all ranks of the group).
+        """
         for group in self.groups or ():
             for plan in self.plans:
                 agreement.accept(group, plan)

@@ -72,9 +72,9 @@ _local = _Local()
 
 
 class _Attached(str):
-    """Reports of a graph, as JSON, which this process has compiled or has already activated. They are pickled as a
-    plain ``str``. So a plain ``str`` marks a graph that was just loaded from a cache. ``known``: the reports were
-    activated."""
+    """Reports of a graph, as JSON. This process has compiled the graph, or has already activated the reports. The
+    reports are pickled as a plain ``str``. So a plain ``str`` marks a graph that was just loaded from a cache.
+    ``known``: the reports were activated."""
 
     known = False
 

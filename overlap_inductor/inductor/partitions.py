@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a ring's transfer in one CUDA graph.
+"""Keeps Inductor from capturing a ring's transfer in several CUDA graphs.
 
 Inductor may cut a graph at nodes that cannot be in a CUDA graph, and capture each partition
 (``config.graph_partition``)::

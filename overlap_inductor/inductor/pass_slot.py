@@ -140,7 +140,8 @@ def _register_lowerings_of(graph: torch.fx.Graph) -> None:
 
 
 class PassChain(_Base):
-    """Several passes as one, for a slot that holds only one pass. A chain can be cached if each of its passes can."""
+    """Several passes as one, for a slot that holds only one pass. Inductor caches the graphs of a chain only if each
+    pass of the chain has a uuid."""
 
     def __init__(self, passes: tuple[Callable[..., None], ...]) -> None:
         self.passes = passes

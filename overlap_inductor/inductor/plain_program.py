@@ -95,8 +95,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
 
 
 def of_this_process(kept: Captured, gm: fx.GraphModule | None, example_inputs: Sequence[Any]) -> Captured | None:
-    """``kept`` if it is valid in this process. Otherwise the plain program of ``gm``, the graph before its compile, or
-    ``None`` if ``gm`` is missing."""
+    """``kept`` if it is valid in this process. Otherwise the plain program of ``gm``, or ``None`` if ``gm`` is missing.
+    ``gm``: the graph before its compile."""
     if kept.process in (None, _PROCESS):
         return kept
     return capture(gm, example_inputs) if gm is not None else None

@@ -76,7 +76,8 @@ def rank_symbol(group_name: str) -> sympy.Symbol:
 
 
 def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
-    """Around ``Scheduler.compute_dependencies``: order every kernel with a rank-rotated view after the rank's symbol.
+    """Around ``Scheduler.compute_dependencies``: if the offset of a kernel's view holds a rank's symbol, order the
+    kernel after the symbol's definition.
 
     To find symbols, Inductor would trace the loads and stores of every pointwise kernel again. The scheduler's nodes
     already hold these loads and stores, and ``read_writes`` returns them.

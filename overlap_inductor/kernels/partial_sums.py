@@ -3,8 +3,8 @@
 
 Memory ordering, forward progress, CUDA graphs: as in ``transfer``. ``sum_partials`` runs after the waits for what it
 reads. With ``BROADCAST``, its last block signals what all blocks have stored (``count_and_signal_all``).
-``receive_rows`` fills the GPU, so an earlier kernel waits for its rows. If ``receive_rows`` waited, a kernel that a
-peer needs might find no room.
+``receive_rows`` fills the GPU. If ``receive_rows`` waited, a kernel that a peer needs might find no room. So an earlier
+kernel waits for the rows that ``receive_rows`` copies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy out of the workspace what the peers have sent. Kernels of schedule ``fused`` that also send call these
-functions.
+"""Copy out of the workspace what the peers have sent. The callers are kernels of schedule ``fused`` that also send.
 
 What one peer sends fills a *slot*. A slot is cut into parts, and a part into pieces, which blocks claim from a queue.
 

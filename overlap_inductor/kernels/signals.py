@@ -268,8 +268,8 @@ def look(stop):
 
 @triton.jit
 def unless_aborted(number, stop):
-    """``number``, or NaN if the group has been aborted. Results that depend on a wait are multiplied by it, because a
-    replay of a CUDA graph cannot raise an error."""
+    """``number``, or NaN if the group has been aborted. Kernels multiply results that depend on a wait by
+    this value, because a replay of a CUDA graph cannot raise an error."""
     return tl.where(look(stop) == 0, number, float("nan"))
 
 

@@ -2,9 +2,9 @@
 """Kernels that run beside matmuls and copies. They wait, signal, or push rows to peers. Schedule ``chunked`` launches
 them on its streams, and so does ``fused`` if copy engines send a shard.
 
-A *part* is a band of rows of one shard. Part number ``u`` is part ``u % PARTS`` of the shard of the rank ``u // PARTS +
-1`` steps away. Its flag is ``signal_flag(flags, source, index + u % PARTS)``. A kernel for parts handles the parts from
-number ``first`` on.
+A *part* is a band of rows of one shard. Part number ``u`` is part ``u % PARTS`` of the shard that comes from, or goes
+to, the rank ``u // PARTS + 1`` steps away. Its flag is ``signal_flag(flags, source, index + u % PARTS)``. A kernel for
+parts handles the parts from number ``first`` on.
 
 Memory ordering. A signal follows its data on the same stream, or in the pushing block. Work on a stream begins when all
 earlier work on the stream is complete and visible. A release at system scope is cumulative over this work, so whoever

@@ -17,8 +17,8 @@ next call begins.
 
 Forward progress. The matmul waits for nothing, so it ends. The waiting kernel is launched after the matmul. So it
 cannot hold up the matmul, even if both share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). The waiting kernel
-needs room for one warp, on an SM that the matmul leaves free, or when the matmul's blocks end. Its wait is bounded
-(``signals``). A collective waits for peers, whose matmuls also end.
+needs room for one warp. It finds room on an SM that the matmul leaves free, or when the matmul's blocks end. Its wait
+is bounded (``signals``). A collective waits for peers, whose matmuls also end.
 
 Memory ordering. Tiles are stored by bulk stores and ``store_fence``, or by ordinary stores; then comes ``add_flag``
 (barrier, release). The waiting kernel acquires the last addition, and with it all earlier ones: additions to a counter
@@ -59,7 +59,7 @@ def matmul_in_groups(
     THREADS: tl.constexpr, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """``c = (a @ b + bias) * scale``, with its rows ordered by groups. Grid: any number of blocks. The collectives run
-    on the SMs that they leave free.
+    on the SMs that these blocks leave free.
 
     Args:
         a_desc: ``[shards * rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.

@@ -56,7 +56,7 @@ def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
     A single row is added to every row of a result. The row becomes the bias of a plain matmul of the same width and
     dtype that has no bias yet. Returns ``None`` if
 
-    - no matmul can take a row;
+    - the sum has a row that no matmul can take;
     - the sum holds anything else (a factor, a scalar);
     - the sum does not hold each matmul's result exactly once.
     """

@@ -15,9 +15,9 @@ from overlap_inductor.lowerings.small_message.schedule import SMALL_MESSAGE
 from overlap_inductor.lowerings.wave_groups.schedule import WAVE_GROUPS
 
 SCHEDULES: list[SiteSchedule] = []
-"""The registered schedules, in the order of their registration. A schedule that calls another schedule's op for
-more tokens takes the first one that is ``called_by_others`` and pays. So the one with the lowest host cost comes
-first."""
+"""The registered schedules, in the order of their registration. A schedule may call another schedule's op for
+more tokens. It takes the first schedule that is ``called_by_others`` and pays. So of the schedules that are
+``called_by_others``, the one with the lowest host cost is registered first."""
 
 
 def register(schedule: SiteSchedule) -> None:

@@ -33,11 +33,11 @@ overlap = torch.ops.overlap_inductor
 PLAIN: tuple[str, ...] = ("mm", "addmm")
 SCALED: tuple[str, ...] = ("scaled_mm",)
 """Kinds of matmuls (``MatmulNode.kind``). One op computes either kinds in ``PLAIN`` or kinds in ``SCALED``, never both.
-The ring's looping ops compute only kinds in ``PLAIN``."""
+The ring's looping ops compute no kinds in ``SCALED``."""
 CONTRACTION = (
     "a matmul contracts the dim that is divided among the ranks; expected it among the matmul's rows or columns"
 )
-"""Why an op that computes only rows or columns cannot compute a matmul."""
+"""The reason of an op that computes matmuls with cut rows or columns, but no matmul with a cut contracted dim."""
 Op = Callable[[str], Any]
 """The overload of a schedule's op, by the prefix before the pattern in its name (empty, ``sum_`` or
 ``contracted_``)."""

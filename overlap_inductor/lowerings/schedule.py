@@ -31,7 +31,8 @@ class ExchangeTerms:
 
     Attributes:
         parameters: the parameters of a plan's piece that must be the same on all ranks.
-        cut: ``(sizes of the dims that are cut for the transfer, text after the sizes)``; ``None`` if nothing is cut.
+        cut: ``(sizes of the dims that are cut for the transfer, words)``; ``None`` if nothing is cut. The words follow
+            the sizes in the text that ranks compare.
         computes_ahead: whether the nodes of ``SiteNodes.computed_ahead`` are computed before data is sent.
     """
 
@@ -169,7 +170,7 @@ class SiteSchedule(Protocol):
     def joined(
         self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]
     ) -> list[PlanPiece] | None:
-        """A plan for a dynamic token count: ``own``, and the first of ``others`` for counts that ``own`` leaves.
+        """A plan for a dynamic token count. Where ``own`` does not serve a count, the first of ``others`` may serve it.
         ``others``: plans of schedules that are ``called_by_others``. ``None`` if this schedule does not join plans."""
         ...
 

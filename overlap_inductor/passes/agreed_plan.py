@@ -154,8 +154,8 @@ def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
 
 
 def _key(atom: Atom) -> int | str:
-    """A key of an atom. All rank atoms share one key, because a ``cat`` that moves the rank to the front makes a new
-    one."""
+    """A key of an atom. A ``cat`` that moves the rank to the front makes a new rank atom, so all rank atoms share one
+    key."""
     return "rank" if atom.rank else id(atom)
 
 

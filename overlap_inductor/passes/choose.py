@@ -35,8 +35,9 @@ def find_and_choose(
 ) -> Choice:
     """Find and decide all sites.
 
-    A site may sum several matmuls, and leaves a matmul of another site to that site. The other site may then not be
-    overlapped. So two changes are tried, and kept if they overlap more sites, or as many sites with more matmuls:
+    A site that sums several matmuls leaves a matmul of another site to the other site. But sometimes the other site is
+    not overlapped. So two changes are tried. A change is kept if it overlaps more sites, or as many sites with more
+    matmuls:
 
     - If the other site is not overlapped, the summing site takes the matmul.
     - If the rest of the sum is the matmul's bias, the matmul and the addition become two nodes (``fused_sums.unfold``).

@@ -16,8 +16,8 @@ For a collective that stays in the graph::
 
 Contract: the pass runs on a rewritten graph, before the graph's order is fixed. Matmuls move in two ways:
 
-- down, to a transfer's wait, with the views and casts of its result;
-- up, before the wait for the experts' rows, with the nodes that it needs.
+- down, to a transfer's wait, with the views, casts and permutations of the matmul's result;
+- up, before the wait for the experts' rows, with the nodes that the matmul needs.
 
 No result changes. Ranks may move different matmuls, because the exchange of data does not change.
 """

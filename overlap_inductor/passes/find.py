@@ -70,8 +70,8 @@ class SiteFinder:
         }
 
     def owned(self) -> set[fx.Node]:
-        """As ``Search.owned``. A sum of all-reduces may read matmuls that stand after its first all-reduce, so later
-        early sites count too."""
+        """As ``Search.owned``. A sum of all-reduces may read matmuls that stand after its first all-reduce. So the
+        early sites count even where ``run`` has not reached them."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]
         return {m.node for node, nodes in early + found if node.name not in self.idle for m in nodes.matmuls}

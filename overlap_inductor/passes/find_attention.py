@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``all-gathers of keys and values -> attention`` (context parallelism: each rank has the queries, keys and values
-of its own tokens)::
+"""Find ``all-gathers of keys and values -> attention`` (context parallelism: each of R ranks has the queries, keys and
+values of its own s tokens)::
 
     k = cat(split(wait_tensor(all_gather(own keys))), dim=2)         # [batch, heads, R s, width]
     v = cat(split(wait_tensor(all_gather(own values))), dim=2)       # or one gather of both

@@ -43,7 +43,8 @@ aten = tools.aten
 STEPS = 12
 """The most nodes of the search from a part of the ``cat`` back to its lookup."""
 FEW = 16
-"""The most tables that are looked up rank by rank. Each table adds nodes for every rank."""
+"""The most tables that are looked up rank by rank: one rank's slice of the batch at a time. Each table adds nodes for
+every rank."""
 _POOLS = (aten.sum.dim_IntList, aten.mean.dim)
 
 
@@ -101,8 +102,9 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
         and statically_known_true(tools.numel(tools.shape(lookup.lhs)) % collective.world_size == 0)
         for part, lookup in found
     )
-    # The indices of a slice of the batch are known only at run time, so bags are not looked up rank by rank. A single
-    # table of bags has no other lookup that could hide its exchange.
+    # Which indices belong to a slice of a batch of bags is known only at run time, from the offsets. So bags are not
+    # looked up rank by rank. A single table that is not looked up rank by rank has no other lookup that could hide its
+    # exchange.
     if len(parts) == 1 and not by_rank:
         return _one_table(collective, ", or one table of plain rows that can be looked up rank by rank")
     return PooledNodes(
@@ -231,7 +233,8 @@ def _split(layout: Layout, dim: int, count: int, shape: list[Size]) -> tuple[Lay
 
 def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
     """``layout`` with each atom in a dim of its own, the rank atom in front. Raises ``LayoutError`` if the rank atom
-    was not first and ``moves`` is false, or if the ranks may not divide the batch evenly."""
+    was not first and ``moves`` is false. Also raises it if the batch is not known to be a multiple of the number of
+    ranks."""
     atoms = layout.flat()
     rank = next(atom for atom in atoms if atom.rank)
     if atoms[0] is not rank and not moves:

@@ -5,7 +5,7 @@
 A piece keeps the matmuls' dims, and a dim that was summed has size 1. The graph before, and the pieces that the rewrite
 computes (R ranks, E experts)::
 
-    bmm [E] [R t] [h] -> mul by share [E, t, 1] -> sum(0) -> [R t] [h]
+    bmm [E] [R t] [h] -> mul by share [E] [R t] [1] -> sum(0) -> [R t] [h]
         pieces [E, part of t, h] -> [1, part of t, h]
     mm [R t] [a], mm [R t] [b] -> cat(dim=1)              -> [R t] [a + b]
         pieces [part of t, a], [part of t, b] -> [part of t, a + b]
@@ -113,8 +113,8 @@ def _leaf(node: fx.Node) -> matmuls.MatmulNode | None:
 
 
 def sums_experts(node: fx.Node) -> bool:
-    """Whether ``node`` is computed from a ``GroupedMatmul`` whose inner nodes nothing else reads. A collective that
-    moves ``node`` is then a site."""
+    """Whether ``node`` is computed from a ``GroupedMatmul``, and no node outside the ``GroupedMatmul`` reads its inner
+    nodes. If so, a collective that moves ``node`` is a site."""
     found = _nearest_leaf(node)
     members = [] if found is None else [*found.inner, found.node]
     return len(members) > 1 and all(u in members for n in members[:-1] for u in n.users)

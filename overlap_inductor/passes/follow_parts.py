@@ -2,7 +2,7 @@
 """``PartFollower`` says which elements of an all-gather's result a node holds.
 
 Only views, pieces and joins of pieces may stand in between. One gather may move several tensors, and each reader takes
-a part::
+a part. In this example, each of R ranks has s keys and values::
 
     both = wait_tensor(all_gather(stack([k, v])))           # [R 2, batch, heads, s, width]
     k = cat([select(piece, 0, 0) for piece in split(both, 2)], dim=2)
@@ -95,7 +95,7 @@ class PartFollower:
         return replace(part, layout=part.layout.reshape(tools.shape(node))) if tools.is_reshape(node) else part
 
     def _obstacle(self, node: fx.Node) -> Reason:
-        """Why ``node`` holds no part: the first op before it that is neither a view nor a piece."""
+        """Why ``node`` holds no part. If an input of ``node`` holds no part either, the reason is the input's."""
         for source in node.all_input_nodes:
             if tools.depends_on(source, self.collective.wait, self._depends):
                 found = self.part(source)

@@ -109,8 +109,8 @@ class Pattern(Protocol):
     Attributes:
         name: the name in reports and in ``OVERLAP_INDUCTOR_PATTERNS``.
         kind: the kind of collective at which the pattern starts.
-        early: whether the pattern's sites (*early sites*) are found before all other sites. ``find`` may then not read
-            ``Search.owned`` and ``Search.taken``.
+        early: whether the pattern's sites (*early sites*) are found before all other sites. If so, ``find`` must read
+            neither ``Search.owned`` nor ``Search.taken``.
         example: the pattern as a model writes it; ``None`` if it has no linear layer.
     """
 

@@ -173,8 +173,7 @@ class Rewriter:
                 )
             placement.apply()
             if placement.sunk and site.nodes.read_in_place():
-                # Nodes outside the site may also read the nodes that were moved down. All of them will read the steps'
-                # buffer, so the steps come first.
+                # The nodes that were moved down may read the steps' results. So the steps come before these nodes.
                 anchors.append((placement.sunk[0], site))
                 continue
             # The steps come right after the last node that was moved down. Nodes that another site moves there may read
@@ -228,7 +227,7 @@ class Rewriter:
 
     def _erase_unused(self, pending: list[fx.Node], ends: set[fx.Node]) -> None:
         """Erase the unused nodes among ``pending``, and their inputs that become unused. Impure nodes, such as waits,
-        are erased only if they are in ``ends``. Dead code elimination would keep all of them."""
+        are erased only if they are in ``ends``. Dead code elimination would keep every impure node."""
         erased: set[fx.Node] = set()
         while pending:
             node = pending.pop()

@@ -49,7 +49,8 @@ class Mark:
         date: when the process wrote its first report (UTC, ISO 8601).
         process: host, process id and start of the process.
         number: index of the report among the process's reports, from 0 on.
-        headline / estimate: these lines of the report's text. ``estimate`` may be empty.
+        headline: ``words.headline`` of the report.
+        estimate: the report's times as written and by the plan, as a text; empty without an estimate.
         text: digest of ``report.txt``, to find ranks that wrote the same text.
     """
 

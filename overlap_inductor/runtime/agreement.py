@@ -12,8 +12,9 @@ comparison. Each rank counts its calls of graphs that hold a collective of the g
               else  -> run the plain program at this call, and also at all later calls if the plan was never agreed
 
 A round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with several
-groups has one round for each group, and a last round for late ranks. So all ranks that the groups connect reach one
-result. A rank whose plan was rejected at an earlier call publishes a refusal, so no rank waits for its verdicts.
+groups has one round for each group, and one more round for a rank that publishes late. (Some ranks may still read its
+value after others have stopped waiting for it.) So all ranks that the groups connect reach one result. A rank whose
+plan was rejected at an earlier call publishes a refusal, so no rank waits for its verdicts.
 
 A rank that reaches Dynamo's recompile limit makes no call where the others make one. So ranks publish the place of each
 call in the sequence of the group's collectives (``call_place``). A rank that is inside a collective outside of graphs
@@ -34,8 +35,9 @@ compared at later calls depends on the group:
   nothing while the hosts run ahead of their GPUs.
 - Other ranks compare digests through the store: CPU groups at every call, GPU groups at a plan's first run only.
 
-If a rank recompiles alone and makes other transfers, all ranks run the plain program in that call. If digests are
-compared at the first run only, the rank that recompiled raises an error at its deadline.
+What happens if a rank recompiles alone, and its new graph makes other transfers? If digests are compared at every call,
+all ranks run the plain program in that call. If digests are compared at a plan's first run only, the rank that
+recompiled raises an error at its deadline.
 """
 
 from __future__ import annotations

@@ -108,9 +108,9 @@ class GroupState:
     def label(self) -> str:
         """The newest call's name in the store: its number or its place.
 
-        Without a page, ranks of a GPU group publish only some calls. A rank then cannot see each call that it ran
-        uncompiled, and does not skip the call's number. So numbers may differ between ranks. Without a page, the place
-        is used if it is exact.
+        Without a page, ranks of a GPU group publish only some calls. A rank that ran an unpublished call uncompiled
+        does not notice the call, and so does not skip its number. So numbers may differ between ranks. Without a page,
+        the place is used if it is exact.
         """
         return f"at{self.place}" if self.exact and self.page is None else str(self.calls)
 

@@ -58,7 +58,8 @@ class Kind(Generic[Thing]):
 
     Args:
         name: for errors, such as ``"workspace"``.
-        make: makes the thing. It is called once for a group and device, and again if it raised. It may be a collective.
+        make: makes the thing. It is called once for a group and device, and again if it raised. All ranks of the
+            group may have to call it together.
         close: called before any thing of a destroyed group is dropped, for example to wait for the group's calls. If it
             raises, nothing is dropped, and it is called again when the next thing is made.
     """
@@ -67,8 +68,8 @@ class Kind(Generic[Thing]):
         self.name, self._make, self._close = name, make, close
         self._things: dict[tuple[dist.ProcessGroup, torch.device | None], Thing] = {}
         self._incarnations: dict[tuple[str, torch.device | None], int] = {}
-        # One lock for all could deadlock. Two ranks may make things of two groups in different orders, and each make
-        # may be a collective.
+        # One lock for all groups could deadlock. Two ranks may make things of two groups in different orders. Each rank
+        # would then hold the lock while it waits for the other rank to make the same thing.
         self._making: dict[tuple[str, torch.device | None], threading.Lock] = {}
 
     def of(self, group: dist.ProcessGroup, device: torch.device | None = None) -> Thing:

@@ -50,8 +50,8 @@ class Outcome:
 
 YES, NO = Outcome(True), Outcome(False)
 DIFFERENT, APART = "0", "x"
-"""Two more verdicts. ``DIFFERENT``: all ranks run the plain program. ``APART``: the ranks also disable overlap for the
-plan's groups."""
+"""Two verdicts besides ``EQUAL`` and ``ONCE``. ``DIFFERENT``: all ranks run the plain program. ``APART``: the ranks
+also disable overlap for the plan's groups."""
 
 
 def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> Outcome:
@@ -132,7 +132,8 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
 
 
 def _all_equal(state: GroupState, plan: ExchangePlan, values: Mapping[int, str]) -> bool:
-    """Whether every other rank has published for this call what this rank has published."""
+    """Whether every other rank has published for this call what this rank has published. False if overlap is disabled
+    for the group."""
     mine = call_board.value(state, plan).text
     return not state.apart and len(values) == state.group.size() - 1 and all(v == mine for v in values.values())
 
@@ -319,7 +320,7 @@ def _rejected(
 ) -> Outcome:
     """Store and log once that the ranks differ, and return the outcome. Raises ``StrictError`` in mode ``strict``."""
     why = verdict[1]
-    # If overlap was already disabled for a group, another rank has logged why.
+    # If overlap was already disabled for a group, a rank has already logged why.
     told = any(s.apart for s in states)
     for state, plans in zip(states, texts, strict=True):
         # A plan is compared again if it was agreed upon before, or if a rank ran it uncompiled once.

@@ -11,9 +11,9 @@ handled in this order:
    ended, and longer if the program was not told of a fault.
 3. Any other program is ended by SIGABRT, ``GRACE_SECONDS`` after the fault was seen. The error and the stacks of all
    threads are written to standard error.
-4. A program that ends without having been told gets exit status 1, because it may have used wrong results. Its exit
-   status is also 1 if calls are still in flight ``EXIT_SECONDS`` after its end. The exit hook ends such a process at
-   once, so exit hooks that were registered earlier do not run.
+4. A program that ends without having been told gets exit status 1, because it may have used wrong results. Without a
+   fault, the exit status is also 1 if calls are still in flight ``EXIT_SECONDS`` after the program's end. In both cases
+   the exit hook ends the process at once, so exit hooks that were registered earlier do not run.
 
 Without a fault, each check reads one word of the host's memory for each group. The only kind of CUDA call is an event
 query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches nothing, because it

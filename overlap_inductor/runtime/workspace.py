@@ -2,9 +2,8 @@
 """``GroupWorkspace`` holds the objects that the sites of one process group share on this rank: the group's arena, fault
 record and patience.
 
-All ranks of the group make a workspace together, at the first run of a graph that needs it. (Allocating symmetric
-memory is a collective.) The workspace lives at least as long as the group
-(``runtime.group_state``).
+All ranks of the group make a workspace together, at the first run of a graph that needs it, because they must allocate
+symmetric memory together. The workspace lives at least as long as the group (``runtime.group_state``).
 """
 
 from __future__ import annotations

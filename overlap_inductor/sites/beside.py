@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the reason why a collective leads to no site, if the finders gave none.
 
-If a matmul is within ``STEPS`` nodes, the reason names the nearest one, and the first of these obstacles:
+If matmuls are within ``STEPS`` nodes, the reason names a grouped one, else the nearest one. It also names the first of
+these obstacles:
 
 1. The matmul's kind cannot be cut: grouped, a product with a vector, or unknown to ``matmuls.parse``.
 2. An op between matmul and collective is not pointwise and does more than move elements.
@@ -130,7 +131,8 @@ def _nearest(start: fx.Node, forward: bool) -> _Way | None:
     - ``computed``: the first op on the path that is not pointwise and does more than move elements, or ``None``.
     - ``moved``: the first slice or ``cat`` on the path, or ``None``.
 
-    Grouped matmuls are preferred to nearer ones, then paths with ``computed``, then paths with ``moved``.
+    A grouped matmul is preferred to nearer ones. Of several paths to the matmul, one with ``computed`` is preferred. If
+    none has ``computed``, one with ``moved`` is preferred.
     """
     frontier: list[_Way] = [(start, None, None)]
     seen, found = {(start, True)}, []

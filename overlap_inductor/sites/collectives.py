@@ -153,9 +153,12 @@ def describe(node: fx.Node, kind: str, dim: int | None = None, role: str | None 
 
 
 def _wait_of(node: fx.Node) -> fx.Node | Reason:
-    """The last wait of the collective ``node``, or ``node`` itself if it needs no wait. A ``Reason`` if the result has
-    no wait, more than one wait, or a user that is no wait. The graph's output and reads of the number of rows that an
-    all-to-all receives are no such users."""
+    """The wait of the collective ``node``, or ``node`` itself if it needs no wait. If the wait's only user is another
+    wait, the last wait of this chain is returned.
+
+    A ``Reason`` if the collective has no wait, more than one wait, or another user. The graph's output does not count
+    as a user. Reads of the number of rows that an all-to-all receives do not count either.
+    """
     if changes_shards(node):
         return node
     waits = [u for u in node.users if operators.is_wait(u)]

@@ -66,7 +66,8 @@ class ReceivedNodes(GatherNodes):
         source: the tensor that is sent: the collective's input, or the tensor of which the input is a permuted copy.
         source_layout: layout of ``source``, in the atoms of ``raw``.
         given: layout of the collective's result.
-        raw: layout of what is sent, in the order of the first matmul's reads or of ``given``.
+        raw: layout of what is sent, in the order in which the first matmul reads it. If the all-to-all's own order is
+            kept (``passes.find_received``), in the order of ``given``.
     """
 
     source: fx.Node = field(kw_only=True)

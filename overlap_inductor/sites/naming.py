@@ -39,7 +39,7 @@ def site_id(pattern: str, module: str, phase: str, ordinal: int, moves: str) -> 
 
     Args:
         module: path of the user's module, or ``""``.
-        phase: inference, forward or backward.
+        phase: ``inference``, ``forward``, ``backward``, or ``joint`` for a stretch.
         ordinal: index of the site's collective among those of the graph.
         moves: reduce op, dtype and last size of what the collective moves.
     """

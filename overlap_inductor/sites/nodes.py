@@ -74,7 +74,8 @@ class MatmulSizes:
 
 
 class SiteNodes(ABC):
-    """The FX nodes of one site. Only schedules and their helpers read a subclass's attributes (``nodes_of``)."""
+    """The FX nodes of one site. Schedules and the sequence-parallel rewrite also read attributes of a subclass
+    (``nodes_of``)."""
 
     @property
     @abstractmethod
@@ -96,7 +97,7 @@ class SiteNodes(ABC):
     def sharded_dims(self) -> list[ShardedDim]:
         """For each matmul, the dim that is divided among the ranks, or cut into bands if an output is gathered.
 
-        It is a dim of the gathered operand, of the result, of ``ReduceNodes.region.layout`` or of ``TableNodes.block``.
+        It is a dim of an operand, of the result, of ``ReduceNodes.region.layout`` or of ``TableNodes.block``.
         """
 
     @property
@@ -111,6 +112,7 @@ class SiteNodes(ABC):
 
         - the number of rows of the matmuls' result;
         - after a gather: the size of the gathered dim;
+        - for attention: the number of queries;
         - after an uneven all-to-all: the number of rows that this rank sends;
         - for lookups: the number of bags.
         """

@@ -66,8 +66,8 @@ def padded_output(
     atoms, ahead = layout.refined().dims[0], tools.numel(shape[:dim])
     if same_size(ahead, 1) and same_size(shape[dim], out[0]):
         return Padding(padding, 0), ShardedDim(0, 1, shape[dim] + appended, shape[dim], (), (), appended)
-    # The elements have the same order as in the output of ``leaf``. So a padded dim that is a part of dim 0 is looked
-    # for among the atoms of dim 0.
+    # The elements of ``source`` have the same order as those of the output of ``leaf``. So a padded dim that is a part
+    # of dim 0 is looked for among the atoms of dim 0.
     at = next(
         (i for i, a in enumerate(atoms) if same_size(a.size, shape[dim]) and same_size(product(atoms[:i]), ahead)), None
     )

@@ -46,7 +46,7 @@ def operands_of(
     """
     own = {*given, *steps}
     read = dict.fromkeys(n for step in steps for n in tools.tensor_inputs(step) if n not in own and n is not ends)
-    # If there are as many experts as rows, ``cut_by_rows`` takes the weights for rows, so the weights are left out.
+    # If there are as many experts as rows, ``cut_by_rows`` takes the weights for rows. The weights belong to ``whole``.
     count, weights = tools.shape(result)[0], {n.args[1] for n in steps if is_grouped(n)}
     rows = [n for n in read if n not in weights and cut_by_rows(n, count)]
     whole = [n for n in read if n not in rows]

@@ -174,7 +174,8 @@ def _dim(
         whole: if the result gets a new atom, the inputs' atoms are added to this list.
 
     Raises:
-        LayoutError: an input may not have the result's size in this dim, or the inputs order the rows differently.
+        LayoutError: an input is not known to have the result's size in this dim, or the inputs order the rows
+            differently.
     """
     size, found = tools.shape(node)[dim], list[Dim]()
     for source in inputs:

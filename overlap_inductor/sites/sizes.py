@@ -53,8 +53,8 @@ def hint(size: Any) -> int:
 
 
 def _scaled(sizes: list[Any], scale: float) -> list[int]:
-    """The example's values (hints) of ``sizes``, the first symbolic one multiplied by ``scale``. The others keep their
-    hints, because their product may be the token count."""
+    """The example's values (hints) of ``sizes``, the first symbolic one multiplied by ``scale``. No second size is
+    multiplied, because the token count may be the product of several symbolic sizes."""
     symbolic = next((i for i, size in enumerate(sizes) if isinstance(size, torch.SymInt)), None)
     return [math.ceil(hint(size) * scale) if i == symbolic else hint(size) for i, size in enumerate(sizes)]
 
@@ -77,7 +77,8 @@ def has_example(site: OverlapSite) -> bool:
 
 
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
-    """FLOPs, bytes and tiles of the site at ``scale`` times its example token count. Additions are not counted."""
+    """FLOPs, bytes and tiles of the site at ``scale`` times its example token count. The FLOPs are those of the matmuls
+    alone."""
     flops, skipped, tiles = 0.0, 0.0, 0
     sizes = site.nodes.matmul_sizes()
     for matmul in sizes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import ConfigError
 from overlap_inductor.switch import install
+from overlap_inductor.torch_compat.cuda_graphs import reset_trees
 from overlap_inductor.torch_compat.plain_errors import shown_plainly
 
 
@@ -116,9 +116,7 @@ def _bad_option(error: ConfigError, value: Any) -> ConfigError:
 
 def _reset() -> None:
     """Called by ``torch.compiler.reset()``. Resets CUDA graph trees, as Inductor's own backend does."""
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is not None:
-        trees.reset_cudagraph_trees()
+    reset_trees()
 
 
 overlap_inductor.reset = _reset  # type: ignore[attr-defined]

@@ -81,8 +81,8 @@ def enable(**fields: Any) -> OverlapConfig:
 def disable() -> None:
     """Switch off ``enable()``, the environment's switch and every ``overlap()`` around this call.
 
-    On this thread, Inductor's slots then hold only what others put there. On a thread that has already read or assigned
-    a slot, the pass may stay in the slot. Inductor's functions are no longer wrapped.
+    On this thread, Inductor's slots then hold only what others put there. On another thread that has already read or
+    assigned a slot, the pass may stay in the slot. Inductor's functions are no longer wrapped.
 
     Graphs that are already compiled stay as they are. A backward that is not compiled yet gets no overlap, unless
     ``backend="overlap_inductor"`` compiled its forward.

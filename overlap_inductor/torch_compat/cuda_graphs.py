@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells an observer when torch captures or replays a CUDA graph, by wrapping three methods of torch's graph class.
+"""CUDA graphs of torch and of Inductor.
 
-Graphs that the driver or another library captures and replays are not observed.
+``observe`` tells an observer when torch captures or replays a CUDA graph, by wrapping three methods of torch's graph
+class. Graphs that the driver or another library captures and replays are not observed.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from contextlib import AbstractContextManager
 from typing import Any
 from typing import Protocol
@@ -17,6 +19,13 @@ def captured_by_inductor() -> bool:
     from torch._inductor import config
 
     return bool(config.triton.cudagraphs)
+
+
+def reset_trees() -> None:
+    """Forget the CUDA graphs that Inductor has captured, if Inductor's module for them is loaded."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is not None:
+        trees.reset_cudagraph_trees()
 
 
 class Observer(Protocol):

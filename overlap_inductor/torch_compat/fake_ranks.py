@@ -55,7 +55,8 @@ def one_process_as(ranks: int, fixed: bool, most: int | None = None) -> Iterator
         make_group("fake", timeout=timeout, world_size=size, rank=rank if 0 <= rank < size else 0)
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *rest: Any, **keywords: Any) -> Any:
-        # Any backend but ``fake`` would try to connect to the other ranks.
+        # With ``None``, the new group gets the backend of the default group, which is ``fake``. Another backend would
+        # try to connect to the other ranks.
         return make_subgroup(ranks, timeout, None, *rest, **keywords)
 
     make_group, make_subgroup = dist.init_process_group, dist.new_group

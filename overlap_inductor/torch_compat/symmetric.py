@@ -218,8 +218,9 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
 
 
 def without_peers(ranks: tuple[int, ...], device: torch.device) -> bool:
-    """Whether these global ranks are on one machine whose GPUs reach no other GPU's memory. Collectives then go through
-    the host's memory. Rank ``r`` is assumed to use GPU ``r % local_ranks``, so every rank has the same answer."""
+    """Whether these global ranks are on one machine, and no GPU of these ranks reaches the memory of another. Their
+    collectives then go through the host's memory. Rank ``r`` is assumed to use GPU ``r % local_ranks``, so every rank
+    has the same answer."""
     facts = reach()
     if (
         target() is not None

@@ -59,8 +59,9 @@ class PreparedKernel:
     """``kernel[(grid,)](**varying, **fixed, **options)``, compiled and loaded.
 
     Args:
-        varying: ``{parameter: example}`` for the arguments that every launch passes anew, in this order: tensors,
-            tensor descriptors, or ``None``. Shapes, strides, dtypes and alignment to 16 bytes must stay the same.
+        varying: ``{parameter: example}`` for the arguments that every launch passes anew, in the order in which it
+            passes them. An example is a tensor, a tensor descriptor or ``None``. Shapes, strides, dtypes and alignment
+            to 16 bytes must stay the same.
         fixed: ``{parameter: argument}`` for all other arguments, including constants. They are kept alive.
         scratch: the device for tensor maps that the kernel makes itself; ``None`` if it makes none.
 

@@ -33,7 +33,7 @@ still run. These copies do no harm:
   looks before it signals sums to other ranks.
 * A later call does not start, because its host checks first (``FaultRecord.check``).
 
-A kernel looks at the abort word, so CUDA graphs are safe, too.
+Steps 1 and 2 run in kernels. So they also run when a CUDA graph is replayed.
 
 What is sent may also depend on waits after the wait for credits (``guarded``). Then ``announce`` writes the word again
 after these waits. If one of these waits timed out, ``announce`` writes a number for which no rank waits.

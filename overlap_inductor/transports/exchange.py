@@ -34,7 +34,8 @@ class Exchange:
     """One buffer in flight.
 
     Attributes:
-        places: for each slot, ``parts + 1`` indices into ``flat``: where its parts begin, and where the last part ends.
+        places: for each slot (a shard's place in the buffer), ``parts + 1`` indices into ``flat``: where the shard's
+            parts begin, and where the last part ends.
         route: one of ``routes.ROUTES``.
         site: the site's id, for error texts.
         sequence: number of the exchange on its group, equal on all ranks.

@@ -31,7 +31,7 @@ def register(transport: Transport) -> None:
     Triton.
 
     Raises:
-        TypeError: ``transport`` lacks a member of every protocol.
+        TypeError: ``transport`` implements none of the protocols.
         ValueError: its name is taken, reserved or not an identifier.
     """
     implemented = [protocol for protocol in PROTOCOLS if isinstance(transport, protocol)]

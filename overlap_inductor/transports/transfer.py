@@ -39,6 +39,8 @@ class Transfer:
         base: first row of rank 0's shard in each peer's workspace. The shard from rank ``r`` goes to row ``base + r *
             stride``.
         index: number of the first part's flag.
+        read_in_order: for a scattered source: True if the receivers' matmuls read the shards, False if the sender's
+            matmul computes them.
         stride: rows from one rank's shard to the next rank's, in the workspace and in a scattered source. ``None``:
             ``rows``. If larger, the transfer sends a band of each shard's rows, as one part.
 

@@ -67,7 +67,8 @@ def test_golden(file: str, rank: int) -> None:
 @pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer is not all_queries])
 def test_every_spelling_is_one_site(world_size: int, masked: bool, layer: Callable[..., Any]) -> None:
     """Keys and values are one site, whether one gather moves both or each has its own gather. The rewritten graph never
-    joins gathered shards. Its only ``cat`` joins a rank's own keys and values before one gather."""
+    joins gathered shards. If one gather moves both, the only ``cat`` joins the rank's own keys and values before this
+    gather."""
     own = [x.transpose(1, 2).contiguous() if layer is tokens_first else x for x in _own()]
     with fake_group(world_size, world_size - 1), torch.no_grad():
         report = report_of(layer, *own, *([_mask(8, world_size)] if masked else []))

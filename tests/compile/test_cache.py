@@ -40,7 +40,7 @@ from tests.support.fork_base import ForkBase
 pytestmark = pytest.mark.usefixtures("fake")
 
 # The cache that is hit. ``aot``: AOTAutograd's, whose entries name graphs in Inductor's cache. ``inductor``: Inductor's
-# alone. ``bundled``: AOTAutograd's, with both graphs in the entry.
+# alone. ``bundled``: AOTAutograd's, whose entries hold the compiled graphs themselves.
 LAYERS: dict[str, dict[str, bool]] = {
     "aot": {"enable_autograd_cache": True},
     "inductor": {"enable_autograd_cache": False},

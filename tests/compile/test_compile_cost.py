@@ -209,7 +209,8 @@ def test_what_follows_a_view_of_a_gathered_tensor_is_not_evaluated_again(monkeyp
 
 
 def test_collectives_are_not_searched_for_if_inductor_pads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor pads nothing on a CPU, so the pass need not search for collectives. These searches are slow."""
+    """Inductor pads no matmul on a CPU, so ``beside_collective`` must not be called. Its search for a collective is
+    slow."""
     asked: list[fx.Node] = []
     monkeypatch.setattr(hooks, "beside_collective", asked.append)
 

@@ -170,7 +170,8 @@ def test_what_is_no_site_has_a_reason() -> None:
 
 
 def test_gradients_that_are_not_read_table_by_table() -> None:
-    """The sum of two tables' results is exchanged, so one gradient arrives for both. Neither exchange is a site."""
+    """The sum of two tables' results is exchanged, so one gradient arrives for both tables. Neither the forward's nor
+    the backward's exchange is a site."""
 
     def layer(w: torch.Tensor, v: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
         one, other = _bags(w, v, indices=i)

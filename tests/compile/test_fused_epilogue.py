@@ -123,7 +123,8 @@ def test_residuals_of_layers(two: None) -> None:
 
 
 class Hand:
-    """A hand-written graph of a gather or a reduction. ``result`` has the shape ``[rows, N]``."""
+    """A hand-written graph of a gather or a reduction. ``full`` has the shape of ``result``. ``row`` has the shape of a
+    row of ``result``."""
 
     def __init__(self, kind: str = "gather") -> None:
         self.g = HandGraph()

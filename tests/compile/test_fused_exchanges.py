@@ -78,8 +78,8 @@ def _tiles_in(made: HandGraph) -> int:
 
 
 def test_slices_do_not_depend_on_a_ranks_own_columns() -> None:
-    """Ranks may have weights of different widths, but must send equally many slices. So the plan holds their number,
-    computed from rounded sizes."""
+    """Ranks may have weights of different widths, but must send equally many slices. The number of slices depends on
+    the number of column tiles. So the plan holds the number of column tiles, computed from rounded widths."""
     with fake_group(2):
         assert _tiles_in(graphs.received_rows(columns=2040)) == _tiles_in(graphs.received_rows(columns=2048))
 

@@ -62,7 +62,7 @@ def test_what_the_op_is_told(kind: str, joined: str, written: str) -> None:
     """The op gets:
 
     - the mode,
-    - the order of the rows in a slot,
+    - the order of the rows that go to one rank: by bag or by table,
     - whether the backward reads other results of the lookups.
 
     The forward graph no longer holds the lookups. The backward's exchange stays as written.

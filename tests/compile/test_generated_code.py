@@ -91,7 +91,7 @@ def test_chunks_are_read_in_place() -> None:
 
 
 def test_a_view_of_a_computed_tensor_is_cut_in_place() -> None:
-    """All pieces read one tensor. Each piece once had a copy of all rows."""
+    """All pieces read one tensor. No piece may make its own copy of all rows."""
 
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return reduce_scatter(torch.relu(x).view(128, 32) @ w, "sum", 0, world())
@@ -127,7 +127,8 @@ def test_max_autotune_applies_to_the_chunks() -> None:
 
 
 def branches(collective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A function with other work of equal sizes beside the site. The allocator could reuse this work's buffers."""
+    """A function with a site of ``x`` and ``w``, and with other matmuls. ``z`` and ``v`` have the shapes of ``x`` and
+    ``w``. So the allocator could give one buffer first to the site and later to another matmul."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         early = torch.sin(z @ v)

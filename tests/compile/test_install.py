@@ -2,7 +2,7 @@
 """Switching overlap on and off.
 
 While overlap is on, the pass runs once in each forward and inference graph, unless other code has replaced it. A
-backward follows its forward. Passes of other authors run beside ours.
+backward has the configuration of its forward. Passes of other authors run beside ours.
 """
 
 from __future__ import annotations

@@ -189,8 +189,9 @@ def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: lis
     ids=["in each of two", "one row in each of two", "columns beside the rows"],
 )
 def test_scatter_of_padded_rows_of_a_batch(shape: tuple[int, ...], code: str | None) -> None:
-    """Each batch entry ends with padding, so the padding lies between rows of the matmul. The pass supports this only
-    if a batch entry has at least two rows of its own."""
+    """In the first two cases, each batch entry ends with padding, so the padding lies between rows of the matmul. The
+    pass supports this only if a batch entry has at least two rows of its own. In the third case, the padding lies after
+    all rows."""
     with fake_group(2):
         made = HandGraph()
         x, w = made.call(aten.reshape.default, made.input(*shape), [-1, 16]), made.input(16, 8, name="w")

@@ -63,8 +63,8 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[type]]]:
 
 
 def compiled(function: Callable[..., Any], *shapes: tuple[int, ...], reorders: bool = True, **fields: Any) -> Any:
-    """Compile and run ``function``, and return the report. ``reorders``: Inductor may move ops that no CUDA graph can
-    hold, as it does for its own CUDA graphs."""
+    """Compile and run ``function``, and return the report. ``reorders``: turn on ``triton.cudagraphs``. Inductor then
+    may move ops that no CUDA graph can hold."""
     settings = {
         "custom_should_partition_ops": ["overlap_test::beside_graphs"],
         "triton.cudagraphs": reorders,

@@ -50,7 +50,8 @@ def of_compile(kind: type[OverlapError], **options: Any) -> OverlapError:
 def test_a_bad_variable_is_the_last_line_of_a_script(
     torch_base: ForkBase, tmp_path: Path, variable: str, value: str, problem: str, caches: str
 ) -> None:
-    """With the caches off, another function of Inductor reads the switches first. The error must look the same."""
+    """With the caches off, the switches are first read in the hook of another Inductor function. The error must look as
+    it does with the caches on."""
     pretend_installed(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH"))}

@@ -175,7 +175,7 @@ def test_a_collective_between_attention_and_exchange() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_an_opaque_op_between_attention_and_exchange() -> None:
-    """The exchange must not move before an op that may itself issue a collective of its group."""
+    """The exchange must not move before an op that may itself issue a collective of the exchange's group."""
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = OP(q, k, v)[0]

@@ -134,8 +134,9 @@ def test_two_windows_are_one_kernel_and_no_copy() -> None:
 
 
 def test_what_two_results_compute_is_stored_for_its_windows() -> None:
-    """An elementwise result of two other results is stored once, and read through windows. If it is computed from
-    inputs of the graph, it is not stored, because it would need memory that nothing else frees."""
+    """An elementwise result of two other results is stored once, and read through windows. The stored result can take
+    the memory of one of the two. If the result is computed from the graph's inputs, it is not stored, because it would
+    need new memory."""
     stored = _windows(lambda x, w: (x @ w).sin() + (x @ w.t()).cos())
     assert stored.count(", (4, 8), (8, 1), 32)") == stored.count(", (4, 8), (8, 1), 96)") == 1
     computed = _windows(lambda x, w: x.sin() + x.cos())

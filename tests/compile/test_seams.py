@@ -126,7 +126,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_seam_that_breaks_one_rule_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the check ignores the rule, the seam is written in bands. So no other rule refuses it."""
+    """If the check ignores the rule, the sites' plans have bands. So no other rule refuses the seam."""
     rule, parts = BROKEN[name]
     assert _bands(parts) == [None, None]
     monkeypatch.setattr(check, rule, lambda *arguments: True)

@@ -209,7 +209,7 @@ def test_ops_that_commute_before_a_reduction_are_part_of_the_site() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_softmax_between_is_a_near_miss(dim: int) -> None:
     """The report must say ``op_between``, not ``no_matmul``. After a gather, a softmax over columns is part of a site:
-    it treats each row by itself. Before an all-reduce, a softmax is never part of a site, because it is not linear."""
+    it treats each row by itself. Before an all-reduce, a softmax is never part of a site."""
     after = traced(lambda x, w: torch.softmax(all_gather(x, 0, world()), dim) @ w, (4, 16), (16, 8))
     before = traced(lambda x, w: all_reduce(torch.softmax(x @ w, dim), "sum", world()), (4, 16), (16, 8))
     for report in (after, before)[dim:]:

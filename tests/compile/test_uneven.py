@@ -61,7 +61,7 @@ WITH_EVERY_BUDGET = (
 
 
 def check_exchanges(name: str, world_size: int, ranks: Iterable[int], budgets: Iterable[dict[str, Any]]) -> None:
-    """Assert that ``ranks`` exchange the same with each budget."""
+    """Assert, for each budget, that ``exchange`` returns equal values for all ``ranks``."""
     found = []
     for rank in ranks:
         with fake_group(world_size, rank):

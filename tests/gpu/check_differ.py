@@ -114,8 +114,8 @@ def main() -> int:
                         failed += not errors[-1] <= max(bound, 1e-2)
             counts = torch._dynamo.utils.counters["overlap_inductor"]
             fell_back = counts["reason.ranks_differ"] > 0
-            # If ranks share GPUs, the block has only the pattern that the last rank switches off. So the last rank
-            # overlaps nothing, and counts no fallback.
+            # If ranks share GPUs, the block has only the pattern that the last rank switches off. With this pattern
+            # off, the last rank overlaps nothing, and counts no fallback.
             expected = how != "alike" and not (last and arguments.ranks_share_gpus)
             failed += fell_back is not expected or (how != "differ" and counts["sites_overlapped"] == 0)
             row = {

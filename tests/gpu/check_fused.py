@@ -54,7 +54,8 @@ MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
 
 def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
     """Compile ``function`` in mode ``strict`` with ``schedule`` forced. A call raises ``StrictError`` if a site cannot
-    use the schedule. A new code object calls the function, so that it shares no entry of Dynamo's cache with others."""
+    use the schedule. A new code object calls the function. So two compiled functions share no entry of Dynamo's
+    cache."""
     namespace = {"function": function}
     exec("def overlapped(*args): return function(*args)", namespace)
     made = torch.compile(namespace["overlapped"], dynamic=False, **keywords)

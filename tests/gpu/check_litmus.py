@@ -17,8 +17,8 @@ Two blocks of one GPU do the same afterwards. Rank 0 prints one JSON row per way
 - a wait timed out;
 - the time-out that is provoked at the end is not recorded correctly.
 
-Ranks that share a GPU take turns on it. A rank then seldom reads while its partner's stores are in flight. So this run
-shows only that every way works. Only a run on two GPUs can show that an ordering is needed.
+Ranks that share a GPU take turns on it. A rank then seldom reads while its partner's stores are in flight. So a run
+with ``--ranks-share-gpus`` shows only that every way works. Only a run on two GPUs can show that an ordering is needed.
 """
 
 from __future__ import annotations
@@ -444,7 +444,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, help="default: 20000, or 200 if ranks share GPUs")
     parser.add_argument(
-        "--copied-rounds", type=int, help="most rounds of copy-engine ways; default: 2000, or 20 if ranks share GPUs"
+        "--copied-rounds", type=int, help="round limit of copy-engine ways; default: 2000, or 20 if ranks share GPUs"
     )
     parser.add_argument("--only", default="", help="run only the writers whose names begin with this")
     parser.add_argument("--ranks-share-gpus", action="store_true")

@@ -51,8 +51,8 @@ CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "o
 
 
 class Place:
-    """What the scenarios share: three sites of one variant in two slots, two streams, and a flag between ranks 0 and 1.
-    The first and the third site share a slot."""
+    """What the scenarios share: two streams, a flag between ranks 0 and 1, and three sites of one variant. The sites
+    have two slots of the workspace. The first and the third site share a slot."""
 
     def __init__(self, variant: stress_variants.Variant, rank: int) -> None:
         self.rank = rank

@@ -3,9 +3,9 @@
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_small_message [--calls 6000] [--replays 300]
 
-One-shot and two-shot calls with several token counts use one slot, with random delays on each rank. Eager calls run
-between graph replays. Each call's first result must be close to a result in fp32. All later results must be bitwise
-equal to the first. Prints one JSON row for each check.
+One-shot and two-shot calls with several token counts use one slot of the workspace, with random delays on each rank.
+Eager calls run between graph replays. Each call's first result must be close to a result in fp32. All later results
+must be bitwise equal to the first. Prints one JSON row for each check.
 """
 
 from __future__ import annotations

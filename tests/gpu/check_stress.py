@@ -11,8 +11,8 @@ Later results must be bitwise equal to the first. Rank 0 prints one JSON row for
 number of wrong results. Each other rank prints only rows in which it had wrong results. The exit status is not 0 if any
 result on any rank was wrong.
 
-Comparing runs. A row of scenario ``lazy`` has a digest of the bits of all ranks' first results. Two runs with equal
-numbers of ranks, GPUs and library versions must give equal digests.
+Comparing runs. A row of scenario ``lazy`` has a digest of the bits of all ranks' first results. Two runs on equal
+GPUs, with equal numbers of ranks and equal library versions, must give equal digests.
 
 More ranks than GPUs. ``torchrun --nproc-per-node 8 -m tests.gpu.check_stress --ranks-share-gpus`` checks the arithmetic
 on rank numbers and the protocol between ranks. Processes take turns on a GPU, so a call takes tens of milliseconds.

@@ -94,7 +94,7 @@ def numbers(rank: int, world_size: int) -> list[str]:
 
 def sites(rank: int, world_size: int) -> list[Repeated]:
     """Sites that were called once, each with the result of its second call. Every second site has many groups of waves.
-    So many waiting kernels run beside its matmul."""
+    Each of these groups has a kernel that waits beside the matmul."""
     made: list[Repeated] = []
     for rows in (2048, 3000 // world_size * world_size):
         for pattern in PATTERNS:

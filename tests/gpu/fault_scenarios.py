@@ -165,8 +165,8 @@ class Rank:
             self.await_error()
 
     def uneven(self) -> None:
-        """The last rank calls after rank 0's wait has timed out, while the other ranks still wait. No rank may get a
-        wrong result, and the next call of every rank must raise the error."""
+        """Rank 0's wait times out, and its abort ends the waits of other ranks. Only then does the last rank call. No
+        rank may get a wrong result, and the next call of every rank must raise the error."""
         self.site.calls(CALLS - 1)
         dist.barrier()
         start = time.monotonic()

@@ -29,8 +29,8 @@ def _from_heads(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 
 def _compiled(function: Callable[..., Any], **switches: Any) -> Callable[..., Any]:
-    """Compile ``function`` with these switches. Its new code object keeps it out of other functions' entries in
-    Dynamo's cache."""
+    """Compile ``function`` with these switches. A new code object calls the function. So two compiled functions share
+    no entry of Dynamo's cache."""
     namespace = {"function": function}
     exec("def overlapped(*args): return function(*args)", namespace)
     made = torch.compile(namespace["overlapped"], dynamic=False)

@@ -77,7 +77,7 @@ class Stress:
     _sites: dict[tuple[str, ...], list[list[Repeated]]] = field(default_factory=dict)
 
     def made(self, variant: Variant, group: str) -> list[list[Call]]:
-        """The calls of two sites, in two slots of the group."""
+        """The calls of two sites, in two slots of the group's workspace."""
         return stress_sites.sites(variant, self.groups[group], ("a", "b"), self.shapes)
 
     def sites(self, variant: Variant, group: str = "world") -> list[list[Repeated]]:
@@ -107,7 +107,7 @@ def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
     Run this scenario first in a process: later, no kernel is left to load. The kernels must be in the compile cache,
     because compiling takes longer than the delay.
     """
-    # Make the workspace and load the kernels that draw inputs now. Otherwise they would synchronise the ranks later.
+    # Now make the workspace, and load the kernels that draw inputs. Later, these steps would synchronise the ranks.
     stress.made(variant, "world")
     torch.cuda.synchronize()
     dist.barrier()

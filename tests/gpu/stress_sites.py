@@ -33,8 +33,9 @@ from tests.gpu.stress_variants import Variant
 define_ops()
 
 INPUTS = 3
-"""The number of left operands of each shape. It is odd, because calls of schedule ``small_message`` use a slot's two
-halves in turn. With two operands, each half would always get the same operand, and stale rows would not be found."""
+"""The number of left operands of each shape. It is odd, because calls of schedule ``small_message`` use the two halves
+of a workspace slot in turn. If two operands took turns, each half would always get the same operand. Then stale rows
+would not be found."""
 LIMIT = 2**33
 TOLERANCE = 2e-2
 """The largest error that is allowed, relative to the largest element."""
@@ -141,8 +142,8 @@ def sites(
 ) -> list[list[Call]]:
     """Make a site for each name, and the sites' workspace. All ranks of the group call this together.
 
-    Returns each site's calls, with ``INPUTS`` inputs of each shape. The sites take the group's slots in turn. Equal
-    seeds give equal inputs, also in another group.
+    Returns each site's calls, with ``INPUTS`` inputs of each shape. The sites take the slots of the group's workspace
+    in turn. Equal seeds give equal inputs, also in another group.
     """
     made = [
         _Site(variant, group, f"{name} {variant.schedule} {variant.pattern} {variant.way}", (seed, i))

@@ -36,8 +36,9 @@ SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 
 @dataclass(frozen=True)
 class Case:
-    """``CALLS`` calls in one slot. If the number of chunks is given, each call has one chunk more than the call before.
-    The flags of one slot must serve any number of chunks, because sites with different numbers share a slot.
+    """``CALLS`` calls in one slot of the workspace. If the number of chunks is given, each call has one chunk more than
+    the call before. The flags of one slot must serve any number of chunks, because sites with different numbers share a
+    slot.
 
     Attributes:
         rows: rows of a shard.

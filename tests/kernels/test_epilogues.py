@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares each op of epilogues with torch's op, and compares fused kernels with epilogues with fp64. Ranks are
-processes that share memory. Kernels run in Triton's interpreter."""
+"""Compares each op of epilogues with torch's op. Compares results in fp64 with those of fused kernels that have
+epilogues. Ranks are processes that share memory. Kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 

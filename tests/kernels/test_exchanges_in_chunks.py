@@ -35,7 +35,7 @@ SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 
 @dataclass(frozen=True)
 class Case:
-    """``CALLS`` calls in one slot.
+    """``CALLS`` calls in one slot of the workspace.
 
     Attributes:
         rows: rows of a slice.

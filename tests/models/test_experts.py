@@ -90,7 +90,8 @@ def _trained(
     rank: int, world_size: int, family: str, folder: str, limits: tuple[int, ...], fields: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Run training steps, each with a recompile limit for rank 0. From a step with limit 1 on, rank 0 compiles no
-    further graph: frames that need one run uncompiled. Each rank has its own switches, ``fields``."""
+    further graph. If a frame needs a further graph, the frame runs uncompiled. Each rank has its own switches,
+    ``fields``."""
     import overlap_inductor
 
     model = hugging_face.load(family, folder, "cpu", experts=world_size).train()

@@ -56,7 +56,7 @@ def test_one_variable_switches_the_script_on(tmp_path: Path, inductor_base: Fork
 
 @pytest.mark.thorough
 def test_torchrun_starts_the_script(tmp_path: Path) -> None:
-    """As above, by the command itself, which starts three interpreters."""
+    """Runs ``torchrun`` itself. Three interpreters start: that of ``torchrun`` and those of two ranks."""
     command, environment = _command(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", command],

@@ -136,8 +136,8 @@ def _compared(rank: int, world_size: int, part: slice) -> list[str]:
     ],
 )
 def test_random_attention(world_size: int, part: slice) -> None:
-    """Catches a wrong merge, and keys or mask columns of a wrong rank. Some queries see no key of one rank, or no
-    key."""
+    """Catches a wrong merge, and keys or mask columns of a wrong rank. Some queries see no key of one rank.
+    Other queries see no key of any rank."""
     assert run_ranks(world_size, _compared, part, timeout=500) == [[]] * world_size
 
 

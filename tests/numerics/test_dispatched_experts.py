@@ -32,8 +32,8 @@ def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _errors(layer: DispatchedExperts, compiled: Any, rank: int, ranks: int, *given: Any) -> dict[str, float]:
-    """The largest error of the output and of each gradient on this rank, relative to the tensor's largest value or to
-    1."""
+    """The largest error of the output and of each gradient on this rank. An error is relative to the exact tensor's
+    largest value, or to 1 if this value is smaller."""
     tokens, loads, dtype = given
     x, ids, scores = inputs(tokens + rank, loads, rank, dtype)
     layer.zero_grad()

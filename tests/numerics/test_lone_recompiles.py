@@ -234,7 +234,7 @@ def _disabled(rank: int, world_size: int) -> bool:
     blind = [True]
 
     class Looks:
-        """A store that answers whether overlap is disabled only after overlap has been disabled."""
+        """A store whose ``check`` waits until overlap has been disabled."""
 
         def check(self, keys: list[str]) -> bool:
             store.wait(keys)

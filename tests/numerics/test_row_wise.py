@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-wise ops on pieces of the rows must give the results of these ops on all rows. After a gather, they are norms,
-scales and masks. Before a reduction, they are sums over experts and ``cat``. Some programs have batched matmuls."""
+"""Row-wise ops on pieces of the rows must give the results of these ops on all rows. After a gather, they are for
+example norms, scales and masks. Before a reduction, they are for example sums over experts and ``cat``. Some programs
+have batched matmuls."""
 
 from __future__ import annotations
 

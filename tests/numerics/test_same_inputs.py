@@ -90,8 +90,8 @@ def _by_a_size(rank: int, world_size: int) -> float:
 
 
 def test_a_tensor_made_of_a_size_that_ranks_do_not_exchange_may_differ() -> None:
-    """Each rank scales the norm's weight by its own size, which the compared plans do not hold. So the rewrite must not
-    assume that the scaled weight is equal on all ranks."""
+    """Each rank scales the norm's weight by the size of its own tensor ``local``. The compared plans do not hold this
+    size. So the rewrite must not assume that the scaled weight is equal on all ranks."""
     errors = run_ranks(2, _by_a_size)
     assert max(errors) < 1e-3, errors
 

@@ -80,7 +80,7 @@ class _Steps:
 
 
 def _limited(rank: int, world_size: int, limited: tuple[int, ...], as_on_gpus: bool) -> dict[str, Any]:
-    """The ranks in ``limited`` compile ``_kept`` for the first step only."""
+    """The ranks in ``limited`` compile ``_kept`` for the first number only."""
     compile_anew(kernels=False)
     if as_on_gpus:
         _compare_as_on_gpus()
@@ -122,8 +122,8 @@ def _numbered(x: torch.Tensor, w: torch.Tensor, number: int) -> torch.Tensor:
 
 def _site_uncompiled(rank: int, world_size: int, as_on_gpus: bool, known: bool) -> dict[str, Any]:
     """Rank 0 compiles ``_numbered`` for the first number only, and runs it uncompiled for other numbers. The other
-    ranks compile it with overlap. With ``known``, steps alternate between two numbers. Otherwise each step has a new
-    number."""
+    ranks compile it with overlap. With ``known``, steps alternate between two numbers. Otherwise each step after the
+    first has a new number."""
     compile_anew(kernels=False)
     if as_on_gpus:
         _compare_as_on_gpus()

@@ -114,7 +114,8 @@ def _make_constants_once() -> None:
 
 def _check_like_operands_quickly() -> None:
     """Two operands of one type and shape need no conversion. An integer beside a tensor of integers gets the tensor's
-    type. Half-precision quotients are computed in fp32, so only integer quotients are taken here."""
+    type. For a quotient, Triton's own function converts half-precision operands to fp32. So the quick check handles
+    integer quotients only."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
 

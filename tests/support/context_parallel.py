@@ -88,7 +88,8 @@ LAYERS = (heads_first, tokens_first, columns, all_queries, stacked, wider, flat,
 
 
 def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tensor | bool | None:
-    """The mask of a rank's own queries, a bool tensor or a tensor that is added to the scores:
+    """The mask of a rank's own queries. The first two kinds give no tensor. The other kinds give a bool tensor or a
+    tensor that is added to the scores:
 
     - ``none``: ``None``;
     - ``is_causal``: ``True``;

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws random programs with all-to-alls. Some exchange equal parts of the rows. Others change shards of one dim to
-shards of another, as in Ulysses and DTensor."""
+"""Draws random programs with all-to-alls. Some all-to-alls exchange equal parts of the rows. Other all-to-alls
+change shards of one dim to shards of another, as in Ulysses and DTensor."""
 
 from __future__ import annotations
 

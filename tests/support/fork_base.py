@@ -68,8 +68,8 @@ class ForkBase:
         )
 
     def grown(self, modules: tuple[str, ...]) -> ForkBase:
-        """A base that has also imported ``modules``. It ends when this base ends. Both bases' programs run one at a
-        time."""
+        """A base that has also imported ``modules``. It ends when this base ends. While one of the two bases runs
+        programs, the other base waits."""
         base = copy.copy(self)
         base.more = (*self.more, modules)
         return base

@@ -114,8 +114,8 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
 
 
 def exchanges(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """Functions with all-to-alls of equal slices, in the form of ``cases``. As one op, only ``chunked`` and ``fused``
-    compute them."""
+    """Functions with all-to-alls of equal slices, in the form of ``cases``. Of the schedules that
+    write each site as one op, only ``chunked`` and ``fused`` compute these functions."""
     g, s = dist.group.WORLD, 24
     change_shards = torch.ops._dtensor.shard_dim_alltoall
     linear = torch.nn.functional.linear

@@ -52,8 +52,8 @@ class _NotRunError(Exception):
 
 
 def code_of(fn: Callable[..., Any], *arguments: Any) -> str:
-    """The code that Inductor generates for ``fn``, which must compile to one graph. The code is not run. Without
-    kernels, buffers hold arbitrary values, which an op may refuse."""
+    """The code that Inductor generates for ``fn``, which must compile to one graph. The code is not run, because
+    buffers would hold arbitrary values without the C++ kernels. An op may refuse such values."""
     from torch._inductor.graph import GraphLowering
     from torch._inductor.output_code import CompiledFxGraph
 

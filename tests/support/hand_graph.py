@@ -106,7 +106,7 @@ class HandGraph:
 
     def output(self, *values: fx.Node) -> HandGraph:
         self.graph.output(values)
-        # The pass stores the subgraphs of its ordering edges in the module that owns the graph.
+        # The pass stores the subgraphs of its ``control_deps`` nodes in the module that owns the graph.
         self.module = fx.GraphModule(torch.nn.Module(), self.graph)
         return self
 

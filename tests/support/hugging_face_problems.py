@@ -19,9 +19,9 @@ from tests.support.interpreted import interpreted
 REDUCE, HEAD = "matmul_all_reduce", "matmul_all_gather"
 # The numbers of sites that must be found and overlapped, by pattern. In the forward, o_proj and down_proj of each layer
 # are sites, and so is the head. Olmo2 also gathers q and k (for their norms) and v. In llama's backward, the gradients
-# of three inputs are all-reduced: the input of q, k and v, the input of gate and up, and the head's input. Olmo2 has
-# more sites. All-reduces whose results are only added to each other are one site. The embedding's all-reduce has no
-# matmul.
+# of two inputs of each layer are all-reduced: the input of q, k and v, and the input of gate and up. The gradient of
+# the head's input is all-reduced, too. Olmo2 has more sites. All-reduces whose results are only added to each other
+# are one site. The embedding's all-reduce has no matmul.
 FORWARD: dict[str, dict[str, int]] = {
     "llama": {REDUCE: 2 * LAYERS, HEAD: 1},
     "starcoder2, one layer": {REDUCE: 2, HEAD: 1},

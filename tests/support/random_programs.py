@@ -54,8 +54,8 @@ class Program:
     anything: ClassVar[list[str]] = ANYTHING
     """Names of the steps to draw from by default."""
     behind: ClassVar[dict[str, list[str]]] = BEHIND
-    """``{text: names of steps}``. After a line with the text, most steps are drawn from these names. The first text
-    counts."""
+    """``{text: names of steps}``. After a line with the text, most steps are drawn from these names. If a line
+    contains several of the texts, the first of them in this dictionary counts."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -81,7 +81,7 @@ class Program:
             (_trained("all_gather"), _trained("reduce_scatter")) if self.trains else (all_gather, reduce_scatter)
         )
         names: dict[str, Any] = {"torch": torch, "g": dist.group.WORLD}
-        # Eager PyTorch reduces strided tensors wrongly. Before version 2.13, it does not reduce them at all.
+        # Eager PyTorch does not reduce strided tensors correctly. So the collectives get contiguous tensors only.
         names["all_gather"] = lambda x, dim, group: _Contiguous.apply(gathers(x.contiguous(), dim, group))
         names["reduce_scatter"] = lambda x, op, dim, group: _Contiguous.apply(scatters(x.contiguous(), op, dim, group))
         names["all_reduce"] = lambda x, op, group: funcol.all_reduce(x.contiguous(), op, group)

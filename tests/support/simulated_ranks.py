@@ -38,8 +38,8 @@ def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[torch.Tensor]]) -> R
 
 
 def _symbols(node: fx.Node, value: Any) -> dict[Any, int]:
-    """The numbers of symbols, read from ``value``, the value of the placeholder ``node``. Symbols are sizes of a
-    tensor, or ``node`` itself is a symbol."""
+    """The number that each symbol stands for, read from ``value``. ``value`` is the value of the placeholder
+    ``node``. Symbols are sizes of a tensor, or ``node`` itself is a symbol."""
     fake = node.meta["val"]
     if not isinstance(fake, torch.Tensor):
         return {fake.node.expr: value}

@@ -44,8 +44,9 @@ class UlyssesAttention(nn.Module):
         plain: attention is written as two matmuls and a softmax.
         norm: how q and k are normed. ``heads``: each head by itself (Flux, Qwen-Image). ``rows``: all heads of a token
             together (Wan). Empty: not at all.
-        rotary: how q and k are rotated by their places. ``halves``: a number of a head's first half with one of its
-            second half (Hugging Face). ``pairs``: two neighbours (Flux). Empty: not at all.
+        rotary: which two numbers of a head are rotated together. ``halves``: a number of the head's first half and
+            the number at the same place in the second half (Hugging Face). ``pairs``: two neighbours (Flux). Empty:
+            q and k are not rotated.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ LIMIT = 1e-4
 """The largest allowed error of an fp32 result, relative to its largest element. Ten times the rounding error of the
 plain compile is also allowed."""
 COMPARABLE = 1e-2
-"""If a result's rounding error in the plain compile is larger, the result counts as nothing but rounding errors."""
+"""If a result's rounding error in the plain compile is larger than this, the result counts as rounding errors only."""
 TIMEOUT = 100.0
 """Seconds that a rank waits for the other ranks' plans."""
 STAGES = ("built", "run eagerly", "compiled without overlap", "overlapped")

@@ -59,7 +59,7 @@ class WorkerBase:
 
 def _serve(listener: socket.socket) -> None:
     """Fork this process for each connection. In the fork, this function returns, with the standard streams of the
-    worker. In the base, it returns when xdist's process closes the base's standard input, and ends the base."""
+    worker. In the base, it does not return: it ends the base when xdist's process closes the base's standard input."""
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(0, selectors.EVENT_READ)
@@ -94,7 +94,7 @@ if __name__ == "__main__":
         # Whoever stops pytest also stops this process.
         sys.exit(130)
     os.chdir(sys.argv[2])
-    # As in ``python -c``, which xdist's own workers are.
+    # xdist starts its own workers with ``python -c``, which sets ``sys.argv`` to this.
     sys.argv = ["-c"]
     main = sys.modules["__main__"] = ModuleType("__main__")
     exec(eval(sys.stdin.readline()), main.__dict__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a CPU benchmark do not share a physical core if there are enough of them."""
+"""Ranks of a CPU benchmark do not share a physical core if there are enough cores."""
 
 from __future__ import annotations
 

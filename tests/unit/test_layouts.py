@@ -45,7 +45,8 @@ def arange(layout: Layout) -> np.ndarray:
 
 @st.composite
 def regrouped(draw: st.DrawFn, shape: list[int]) -> list[int]:
-    """A shape with as many elements as ``shape``. Neighbouring dims may be merged, dims split, and ones inserted."""
+    """A shape with as many elements as ``shape``. Neighbouring dims may be merged, dims may be split, and
+    dims of size 1 may be inserted."""
     shape = list(shape)
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, len(shape) - 1))

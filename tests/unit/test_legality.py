@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every reason code has a graph whose last site, or only near miss or stretch, has this code and no other."""
+"""Every reason code has a graph. The graph's last site, its only near miss or its only stretch has this code and no
+other code."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from tests.unit.reasons import weight
 
 @pytest.mark.parametrize("name", CASES)
 def test_reason(name: str) -> None:
-    """A refused site must have the expected reason, and its graph must not change."""
+    """The site, near miss or stretch must have the expected reason. If no site is overlapped, the graph must not
+    change."""
     code, status, function = CASES[name]
     with fake_group(WORLD_SIZES.get(code, 2)):
         report = function()

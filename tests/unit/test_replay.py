@@ -341,7 +341,7 @@ def test_the_key_of_a_chunked_call_holds_all_that_the_call_depends_on(calls: lis
     for average in (False, True):
         out = reduce_launch.matmul_reduce_scatter(a, matmul(), LAUNCH, p, average)
         assert {t.data_ptr() for t in (a, b, bias, scale, other, out)} < {*calls[-1][1]} and len(calls[-1][1]) == 7, (
-            "the product, too"
+            "the key must hold the product's address, too"
         )
         out = reduce_launch.matmul_all_reduce(a, matmul(), LAUNCH, p, average)
         assert {t.data_ptr() for t in (a, b, bias, scale, other, out)} == {*calls[-1][1]}, "summed in place"
@@ -368,7 +368,7 @@ def test_the_key_of_an_exchange_in_chunks_holds_all_that_the_call_depends_on(cal
                 a, [VendorMatmul(tall, bias)], LAUNCH, parameters, used
             )
             assert {t.data_ptr() for t in (a, tall, bias, *made)} <= {*calls[-1][1]} and len(calls[-1][1]) == 5, (
-                "the operand, too"
+                "the key must hold the operand's address, too"
             )
     gather_launch.all_gather_matmul(a, [VendorMatmul(b, bias)], LAUNCH, p)
     assert len({what for what, _ in calls}) == len(calls) == 11 and copies == [addresses for _, addresses in calls]
@@ -394,7 +394,7 @@ def test_the_key_of_a_fused_call_holds_all_that_the_call_depends_on(calls: list[
                 calls[-1][1] == read
                 and calls[-1][0][6:] == (out.data_ptr(),)
                 and calls[-1][0][5] not in {*read, out.data_ptr()}
-            ), "the product, too"
+            ), "the key must hold the product's address, too"
     fused.all_gather_matmuls(a, [b], LAUNCH, q, [bias])
     assert len({what[:5] for what, _ in calls}) == len(calls) == 19 and not any(copies), (
         "kernels read and write all of these tensors, so the call declares no tensor as copied"

@@ -47,8 +47,8 @@ class Scene:
         self.dog.watch(self.faults, lambda: self.alive, lambda: self.in_flight)
 
     def give_up(self, rank: int = 0, stamp: int = 0) -> None:
-        """Leave the record of a kernel that gave up on the group's rank ``rank``. The kernel waited for call 8 of the
-        group's second rank."""
+        """Write the record of a kernel that gave up. The kernel ran on the group's rank ``rank`` and waited for call 8
+        of the group's second rank."""
         record = self.faults.board.record(rank)
         record[1:5] = torch.tensor([WAIT_KINDS * self.site + WAIT_PART, 1, 8, 7])
         record[6:] = torch.tensor([stamp]).view(torch.int32)

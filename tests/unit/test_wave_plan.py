@@ -50,8 +50,8 @@ def test_a_curve_passes_through_its_points_and_is_a_power_law_between_them() -> 
 
 
 def test_groups_run_back_to_back_and_never_before_their_waves() -> None:
-    """The expected times are computed by hand. A band is one wave, which takes 10 s. A collective takes 1 s plus 4 s
-    for each band."""
+    """The expected times are computed by hand. A band is one wave, which takes 10 s. With ``curve``, a
+    collective takes 1 s plus 4 s for each band. With ``slow``, it takes 10 s plus 5 s for each band."""
     waves, curve = Waves(3, 100, 100, 10.0, 3, 1, 1), Curve(((1, 5.0), (2, 9.0), (3, 13.0)))
     assert predicted((0, 3), waves, curve) == pytest.approx(30 + 13)
     assert predicted((0, 1, 2, 3), waves, curve) == pytest.approx(30 + 5)

@@ -27,8 +27,8 @@ from overlap_inductor.transports.transport import Share
 
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
 """Copies of pieces of at least this many bytes take turns. ``TURNS_FROM_GATHERED`` is for ``GATHERS`` (but not for
-contracted dims), ``TURNS_FROM`` for other sites. On 8 H200s, a reduction gains nothing at 4 MiB and 12 % at 8 MiB. A
-gather's first chunk waits for the first copy: it loses 7 % at 8 MiB and gains 10 % from 16 MiB on."""
+contracted dims), ``TURNS_FROM`` for other sites. On 8 H200s, a reduction gains nothing from turns at 4 MiB, and gains
+12 % at 8 MiB. A gather loses 7 % by turns at 8 MiB, and gains 10 % from 16 MiB on."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile."""
 Range = tuple[int, int]

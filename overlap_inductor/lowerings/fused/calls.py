@@ -168,7 +168,7 @@ def matmul_all_to_all(
     bias: torch.Tensor | None = None,
     by_columns: bool = False,
 ) -> torch.Tensor:
-    """``all_to_all(a @ b + bias)`` of rows, or ``by_columns`` of columns. Operands and errors as in
+    """``all_to_all(a @ b + bias)`` of rows, or of columns if ``by_columns``. Operands and errors as in
     ``matmul_reduce_scatter``, but ``a [rows, K]`` if ``by_columns``.
 
     Returns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares the kernels of schedule ``fused`` that send what they multiply: reductions, and the all-to-all after a
+"""Prepares the kernels of schedule ``fused`` that send their products: reductions, and the all-to-all after a
 matmul."""
 
 from __future__ import annotations

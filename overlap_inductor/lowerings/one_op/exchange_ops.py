@@ -2,8 +2,8 @@
 """Define ops that run an all-to-all of equal slices and its matmuls. Otherwise they are like the ops of ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): ``sent [W*m, K]`` has a slice of rows for each rank. The product ``lhs @ rhs`` has a
-slice of rows for each rank, or of columns if ``columns``. In a contraction of ``sent [W*m, k]``, rank ``r``'s slice is
-multiplied by rows ``r*k`` to ``(r+1)*k - 1`` of ``rhs [W*k, N]``.
+slice of rows for each rank, or of columns if ``columns``. For a contraction, ``sent`` is ``[W*m, k]``. The slice that
+arrives from rank ``r`` is multiplied by rows ``r*k`` to ``(r+1)*k - 1`` of ``rhs [W*k, N]``.
 """
 
 from __future__ import annotations

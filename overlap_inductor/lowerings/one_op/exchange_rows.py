@@ -178,7 +178,7 @@ def _all_contract(nodes: ReceivedNodes) -> bool:
 
 
 def _slice_width(consumer: GatherConsumer) -> Any:
-    """Contracted elements that each rank sends."""
+    """The number of elements of the contracted dim in each rank's slice."""
     return consumer.sharded.outer * consumer.sharded.chunk
 
 

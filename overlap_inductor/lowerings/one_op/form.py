@@ -57,13 +57,13 @@ class RowsForm(Protocol):
 
     def why_no_sum(self, site: OverlapSite, noun: str, sums: bool) -> str | None:
         """Why the schedule cannot add the results of the site's matmuls; ``None`` if it can, or if there is nothing to
-        add. ``noun``: of the schedule, for the text. ``sums``: the schedule has an op for sums."""
+        add. ``noun``: ``SiteSchedule.noun``, for the text. ``sums``: whether the schedule has an op for sums."""
         ...
 
     def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
         """Why the schedule cannot compute matmuls that all contract the gathered or exchanged dim. ``None`` if it can,
-        or if a matmul does not contract this dim. ``noun``, ``contracts``: of the schedule. ``site`` need not be
-        loopable."""
+        or if a matmul does not contract this dim. ``noun``: ``SiteSchedule.noun``. ``contracts``:
+        ``OneOpSchedule.contracts``. ``site`` need not be loopable."""
         ...
 
     def why_not_scaled(self, site: OverlapSite) -> str | None:

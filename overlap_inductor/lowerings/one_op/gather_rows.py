@@ -95,7 +95,7 @@ class GatherRows:
 
 
 def right_operands(emit: StepEmitter, nodes: GatherNodes) -> list[fx.Node]:
-    """The right operand of each matmul as the op computes it."""
+    """The right operand that the op takes for each matmul. If dim N is cut, this is the transposed left operand."""
     return [c.matmul.rhs if c.role == "M" else transposed(emit, c.matmul.lhs) for c in nodes.consumers]
 
 

@@ -75,8 +75,8 @@ def _gathers_operand(nodes: GatherNodes) -> bool:
     """Whether all matmuls read one operand that can be gathered. The gathered tensor itself can. So can an operand
     whose shard each rank can compute before it sends:
 
-    - only it is computed from the gathered tensor, and only the matmuls read it;
-    - no other tensor takes part, because it may differ between ranks;
+    - only the operand is computed from the gathered tensor, and only the matmuls read the operand;
+    - the operand is computed from the gathered tensor alone, because another tensor may differ between ranks;
     - its dtype is not wider than the shard's.
     """
     (operand, *others) = {nodes.behind_views(c.operand_node) for c in nodes.consumers}

@@ -54,8 +54,8 @@ def send_as_made(
     exchange: exchanges.Exchange | None,
     group: dist.ProcessGroup,
 ) -> Tensors:
-    """Compute the pieces for the other ranks, in the order of routes ``owner`` and ``direct``, and send each at once.
-    Returns the pieces, which must live until their hops have ended.
+    """Compute the pieces for the other ranks, in the order of routes ``owner`` and ``direct``. Each piece is sent
+    before the next one is computed. Returns the pieces, which must live until their hops have ended.
 
     Args:
         piece: ``piece(slot, part)`` computes sub-chunk ``part`` of the slice for rank ``slot``.
@@ -206,8 +206,8 @@ def all_reduce_rows(
     site: str,
     transport: str = "",
 ) -> torch.Tensor:
-    """As ``reduce_scatter_rows``, for an all-reduce: returns all rows. The plain collective reduces up to W - 1 rows
-    after the ``W*m`` rows."""
+    """As ``reduce_scatter_rows``, for an all-reduce: returns all rows. If ``shape`` has more than ``W*m`` rows,
+    the plain collective reduces the last ones, at most W - 1."""
     group = resolve_group(group_name)
     world_size, rank, (total_rows, width) = group.size(), group.rank(), shape
     if total_rows < min_rows:

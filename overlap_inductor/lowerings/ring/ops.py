@@ -5,9 +5,9 @@ A gather in the graph (W ranks, S sub-chunks; token ``chain`` orders the ops of 
 
     chain    = agree(group, plan)                       # compares the ranks' plans if they were not compared yet
     gathered = gather_start(chain!, shard)              # [W * d0, ...], own slot filled, first S hops in flight
-    y0       = mm(take(gathered, shift=0), w)           # under hops 0 .. S-1
+    y0       = mm(take(gathered, shift=0), w)           # while hops 0 .. S-1 run
     gather_step(chain!, gathered!, hop=0)               # waits for hop 0, starts hop S
-    y1       = mm(take(gathered, shift=-1)[part 0], w)  # under hops 1 .. S
+    y1       = mm(take(gathered, shift=-1)[part 0], w)  # while hops 1 .. S run
     ...
     y        = assemble([y0, y1, ...], shifts=[0, -1, ...])
 

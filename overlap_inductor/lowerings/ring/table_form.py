@@ -25,7 +25,7 @@ from overlap_inductor.sites.step_emitter import part_count
 def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
     """Sub-chunks are groups of tables. A group holds the slices of all ranks, so a group is larger than the sub-chunk
     of another form. The transfer of the last group (for gradients, of the first group) is exposed. To keep this
-    transfer short, there are four times as many groups."""
+    transfer short, there are up to ``4 * config.sub_chunks`` groups."""
     return {"sub_chunks": part_count(nodes.count, 4 * config.sub_chunks), "route": ROUTE}
 
 

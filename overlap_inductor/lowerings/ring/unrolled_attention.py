@@ -3,9 +3,9 @@
 section 3). Keys and values travel while attention reads the shards that have arrived. ``r``: the rank::
 
     keys, values = gather_start(own keys), gather_start(own values)       # or one gather of both
-    y[r], l[r]   = attention(q, keys[r], values[r], mask[:, r])           # under the first hop
+    y[r], l[r]   = attention(q, keys[r], values[r], mask[:, r])           # while the first hop runs
     for step: gather_step(keys); gather_step(values)
-              y[r - step - 1], l[r - step - 1] = attention(...)           # under the next hop
+              y[r - step - 1], l[r - step - 1] = attention(...)           # while the next hop runs
     m   = max(l)                                                          # l: log-sum-exp of each query's scores
     out = sum(exp(l[s] - m) * y[s] for s) / sum(exp(l[s] - m) for s)      # arXiv:1805.02867, in fp32
 

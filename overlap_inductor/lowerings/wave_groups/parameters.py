@@ -10,8 +10,8 @@ group's tiles are stored and the previous collective has ended. Its seconds come
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
 The paper searches all partitions of the waves. Here the search is dynamic programming over (groups, bands), and finds
-the best of all ``partitions``. The reason: if a collective ends earlier, no later one ends later. So the best partition
-of the first bands does not depend on later bands.
+the best of all ``partitions``. The reason: if one collective ends earlier, every later collective ends at the same
+time or earlier. So the best partition of the first bands does not depend on the bands after them.
 """
 
 from __future__ import annotations

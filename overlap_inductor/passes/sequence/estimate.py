@@ -114,8 +114,8 @@ def may_pay(stretch: Stretch, factor: float, config: OverlapConfig) -> bool:
 
 
 def pays(written: Cost, rewritten: Cost) -> bool:
-    """Whether the rewrite is estimated to pay. If no gather is overlapped, the rewrite does not pay: it moves
-    as many bytes with more collectives."""
+    """Whether the rewrite is estimated to pay. If no gather is overlapped, the rewrite does not pay: it moves as many
+    bytes as the all-reduces do, with more collectives."""
     if not rewritten.hidden_gathers:
         return False
     matmuls = max(written.matmuls, rewritten.matmuls)

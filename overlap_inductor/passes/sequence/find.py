@@ -65,8 +65,8 @@ class Stretch:
             is computed. The inputs must be the same on all ranks (``same_values``).
         needs_whole: for each node whose rows are gathered, the users that need all rows, each with its reason.
         readers: the users that ``needs_whole`` names before ``gather_less`` changes it.
-        whole_too: nodes that are computed with all rows, because gathering their inputs moves no more bytes. Those in
-            ``rows`` also run on rows.
+        whole_too: nodes that are computed with all rows, because gathering their inputs moves no more bytes than
+            gathering their results. Those in ``rows`` also run on rows.
     """
 
     tokens: Tokens
@@ -222,7 +222,7 @@ class _DisjointSets:
 
 def gather_less(stretch: Stretch) -> None:
     """Gather the inputs of a node in place of its result if this moves fewer bytes. For a view, equal bytes suffice.
-    The node is then computed with all rows, and on rows only if another node reads its rows::
+    The node is then computed with all rows. If another node reads its rows, the node is computed on rows too::
 
         c = cast(x) to fp32; mm(c, w)               ->   gather x in place of c, and cast all rows
         three views of n, each read by a matmul     ->   gather n once, in place of the three views

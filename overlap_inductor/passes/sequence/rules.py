@@ -10,8 +10,8 @@ T tokens, W ranks, t = ceil(T / W)::
     view [B, S, H] as [T, H]       -> the same rows
     permute, slice, split, cat     -> the same on the features
 
-Any other op needs all rows. The rules follow DTensor's op strategies (torch/distributed/tensor/_ops): Shard on the
-tokens, Replicate, and Partial for a sum over tokens.
+These are examples. An op needs all rows if neither ``rule_of`` nor ``sums`` knows it. The rules follow DTensor's op
+strategies (torch/distributed/tensor/_ops): Shard on the tokens, Replicate, and Partial for a sum over tokens.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:
 
 
 def same_op(node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-    """Write the elementwise ``node`` for a rank's rows. Other inputs that have token dims are cut or
+    """Write the elementwise ``node`` for a rank's rows. An input that has token dims but is not held as rows is cut or
     reshaped."""
     shape = tools.shape(node)
 

@@ -85,8 +85,9 @@ class SameValues:
         return frozenset().union(*(f for f in found if f is not None))
 
     def _same_on_a_mesh(self, node: fx.Node) -> bool:
-        """Whether equal inputs give ``node`` equal results on the ranks of this group. An all-reduce or all-gather
-        along another dim of a mesh does: each rank's group along that dim combines equal inputs."""
+        """Whether equal inputs give ``node`` equal results on the ranks of this group. They do if ``node`` is an
+        all-reduce or all-gather along another dim of a mesh. The ranks of this group are then in different groups along
+        that dim, but these groups combine the same inputs."""
         other = collectives.group_of(node)
         if other is None:
             return True

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lays out the bars of a timeline. Each function is a way in which a matmul and a transfer run together.
+"""Lays out the bars of a timeline. Each function from ``behind`` to ``bands`` draws one way to run a matmul and a
+transfer. The arguments are:
 
 - ``matmul``, ``transfer``: microseconds of each as a whole, or 1 each without an estimate.
 - ``world_size``: ranks, at least 2.

@@ -79,7 +79,8 @@ def sketch(facts: SiteFacts, piece: PlanPiece) -> Sketch:
 
 
 def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
-    """Whether the collective runs before the matmul. A pattern's name lists them in the order in which they run."""
+    """Whether the collective runs before the matmul. A pattern's name lists them in the order in which they run. The
+    backward of ``embedding_all_to_all`` is an exception: its collective runs first."""
     if "route" in piece.parameters:
         arrives = (
             facts.pattern in ("all_to_all_matmul", "all_gather_matmul", "all_to_all_experts")
@@ -90,8 +91,8 @@ def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
 
 
 def _in_turn(gathers_first: bool, matmul: float, keep: float) -> list[Bar]:
-    """Collective and matmul, one after the other. The collective is drawn with the rest of ``keep``, because rounded
-    estimates may not add up."""
+    """Collective and matmul, one after the other. The collective's bar has the length ``keep - matmul``, because
+    rounded estimates may not add up to ``keep``."""
     between = keep - matmul if gathers_first else matmul
     first, second = ("transfer", "matmul") if gathers_first else ("matmul", "transfer")
     names = {"transfer": "collective", "matmul": "matmul"}

@@ -74,7 +74,8 @@ def _row_wise(seam: Seam, bands: int) -> bool:
         held = held_rows(seam.scattered, seam.region, seam.scatter.facts.collective.group_name, bands)
     except NotRowWise:
         return False
-    # A ``cat`` of bands is contiguous, so the joined tensors must be. Views such as ``expand`` are only cut.
+    # A ``cat`` of bands is contiguous, so a tensor whose bands are joined must be contiguous. Other tensors of the
+    # region, for example an ``expand``, need not be.
     joined = [n for n in (*seam.joined, seam.gathered) if tools.is_tensor(n)]
     return held[seam.gathered].lead == 1 and all(tools.value(n).is_contiguous() for n in joined)
 

@@ -123,8 +123,8 @@ def _write(steps: _Steps, parts: dict[fx.Node, list[fx.Node]], values: StepValue
             wait.args = (*wait.args, own[band - 1])
             mark(wait)
         writer = _BandWriter(steps, band, parts, values, {*region})
-        # A part that is also read elsewhere is stored by the band's own kernel. Otherwise each kernel that reads the
-        # part may compute it anew, and so keep the band's partial sums in memory.
+        # A part that is also read elsewhere is stored by the band's own kernel. If it were not stored, each kernel that
+        # reads it might compute it anew. The band's partial sums would then stay in memory.
         with steps.graph.inserting_before(before):
             if steps.rows in kept:
                 parts[steps.rows][band] = writer.stored(parts[steps.rows][band], steps.waits[band])
@@ -196,7 +196,8 @@ def _range(first: fx.Node, end: fx.Node) -> list[fx.Node]:
 
 
 def _results(nodes: list[fx.Node]) -> list[fx.Node]:
-    """The matmuls among ``nodes`` and what ``nodes`` compute from them, without what other ``nodes`` read."""
+    """The matmuls among ``nodes``, and those of ``nodes`` that are computed from a matmul. A node that another one of
+    ``nodes`` reads is left out."""
     computed: set[fx.Node] = set()
     for node in nodes:
         if matmuls.parse(node) is not None or not computed.isdisjoint(node.all_input_nodes):
