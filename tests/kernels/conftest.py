@@ -9,17 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import gloo_ranks
-
 HERE = Path(__file__).parent
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    import tests.support.warm_kernels  # noqa: F401
 
-    gloo_ranks.PRELOADED.append("tests.support.warm_kernels")
+def pytest_configure(config: pytest.Config) -> None:
+    """Rewrite the kernels once for all ranks. xdist's main process runs no test, so it does not even import torch."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and config.getoption("dist", "no") == "no":
+        import tests.support.warm_kernels  # noqa: F401
+        from tests.support import gloo_ranks
+
+        gloo_ranks.PRELOADED.append("tests.support.warm_kernels")
 
 
 def _starts_gloo_ranks(item: pytest.Item) -> bool:
+    from tests.support import gloo_ranks
+
     return isinstance(item, pytest.Function) and vars(item.module).get("run_ranks") is gloo_ranks.run_ranks
 
 

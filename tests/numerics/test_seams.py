@@ -26,12 +26,12 @@ def _trained(model: torch.nn.Module, called: Callable[..., torch.Tensor], x: tor
     return [result.detach(), *(g for g in gradients if g is not None)]
 
 
-def _run(rank: int, world_size: int, kernels: bool) -> tuple[float, list[bool]]:
+def _run(rank: int, world_size: int, kernels: bool, sub_chunks: int) -> tuple[float, list[bool]]:
     """``(largest error, for each graph with a seam: whether a band is gathered before the last band is scattered)``."""
     compile_anew(kernels)
     model, x = reduced_blocks.Layers(2), reduced_blocks.input_of(TOKENS, reduced_blocks.HIDDEN)
     exact_model = copy.deepcopy(model).double()
-    options = {"schedule": "ring", "sequence_parallel": "on"}
+    options = {"schedule": "ring", "sequence_parallel": "on", "sub_chunks": sub_chunks}
     found = _trained(model, torch.compile(model, backend="overlap_inductor", options=options), x)
     exact = _trained(exact_model, exact_model, x.double())
     error = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True))
@@ -49,17 +49,17 @@ def _run(rank: int, world_size: int, kernels: bool) -> tuple[float, list[bool]]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kernels"),
+    ("world_size", "kernels", "sub_chunks"),
     [
-        (2, False),
-        pytest.param(2, True, marks=pytest.mark.thorough),
-        pytest.param(3, False, marks=pytest.mark.thorough),
-        pytest.param(4, False, marks=pytest.mark.thorough),
+        (2, False, 2),
+        pytest.param(2, True, 4, marks=pytest.mark.thorough),
+        pytest.param(3, False, 4, marks=pytest.mark.thorough),
+        pytest.param(4, False, 4, marks=pytest.mark.thorough),
     ],
 )
-def test_training_in_bands(world_size: int, kernels: bool) -> None:
+def test_training_in_bands(world_size: int, kernels: bool, sub_chunks: int) -> None:
     """Rows must be of the right band, and must be read only after the band has arrived. A gather must begin before the
     scatter has ended."""
-    for error, early in run_ranks(world_size, _run, kernels, timeout=300):
+    for error, early in run_ranks(world_size, _run, kernels, sub_chunks, timeout=300):
         assert error < LIMIT
         assert early and all(early), early

@@ -224,7 +224,7 @@ def _show_programs_frames(kind: type[BaseException], error: BaseException, trace
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
-def _end(error: BaseException | None) -> None:
+def end_process(error: BaseException | None) -> None:
     """End this process as the interpreter would after the program raised ``error``. Torch's modules are not freed,
     which saves 0.2 s."""
     status: object = 0
@@ -249,5 +249,5 @@ if __name__ == "__main__":
     try:
         _become(**request)
     except BaseException as error:  # noqa: BLE001
-        _end(error)
-    _end(None)
+        end_process(error)
+    end_process(None)

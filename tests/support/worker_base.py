@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
+from tests.support.fork_base import end_process
+
 ROOT = Path(__file__).parents[2]
 IMPORTED = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor")
 _SCRIPT = """
@@ -71,7 +73,7 @@ def _serve(listener: socket.socket) -> None:
             # Only the fork keeps its connection open.
             connection.close()
         else:
-            sys.exit()
+            end_process(None)
     listener.close()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -96,3 +98,4 @@ if __name__ == "__main__":
     sys.argv = ["-c"]
     main = sys.modules["__main__"] = ModuleType("__main__")
     exec(eval(sys.stdin.readline()), main.__dict__)
+    end_process(None)
