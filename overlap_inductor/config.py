@@ -115,9 +115,9 @@ class OverlapConfig:
 
     sub_chunks: int = _key(4)
     """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. For embedding tables, the ring
-    sends at most ``4 * S`` groups of tables instead. On CPUs, ``auto`` takes fewer sub-chunks if their estimate is at
-    most 5 % slower. A seam in [bands](sequence-parallel.md) takes as many sub-chunks as bands. The cost model assumes
-    that ``1 / (world_size * S)`` of the shorter of matmul and transfer stays exposed."""
+    sends at most ``4 * S`` groups of tables instead. On CPUs, ``auto`` takes the fewest sub-chunks whose estimated time
+    is at most 5 % above the shortest. A seam in [bands](sequence-parallel.md) takes as many sub-chunks as bands. The
+    cost model assumes that ``1 / (world_size * S)`` of the shorter of matmul and transfer stays exposed."""
 
     step_node_budget: int = _key(3000)
     """The number of FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. A site that does not
@@ -125,7 +125,8 @@ class OverlapConfig:
     first, in graph order. Then come the other sites, in graph order."""
 
     workspace_limit: int = _key(4096)
-    """The most symmetric memory that one group's sites may hold on each rank, in MiB. Other sites run as written."""
+    """The most symmetric memory that one group's sites may hold on each rank, in MiB. Sites that do not fit
+    run as written."""
 
     max_tokens: int = _key(16384)
     """The largest token count for which a site of dynamic size holds workspace. Calls with more tokens run as

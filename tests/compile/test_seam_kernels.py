@@ -64,8 +64,9 @@ def test_bands_share_kernels() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_bands_of_four_ranks_share_kernels() -> None:
-    """The number of kernels does not depend on the number of bands. It is larger than for two ranks: one activation is
-    computed for three ranks and then copied to their places, and a seam's first band is not computed in place."""
+    """The number of kernels does not depend on the number of bands. It is larger than for two ranks. The
+    activation of the three other ranks is computed at once, and copied to their places. A seam's first band is not
+    computed in place."""
     few, many = _calls(2, 4), _calls(4, 4)
     assert len(few) == len(many) == 7, (few, many)
 

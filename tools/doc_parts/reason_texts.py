@@ -18,7 +18,7 @@ GROUPS: dict[str, dict[str, str]] = {
             " estimates."
         ),
         "host_bound": (
-            "The GPUs are estimated to need less than twice the time that the host needs to launch the graph. So the"
+            "The GPUs are estimated to need less than 2.5 times as long as the host needs to launch the graph. So the"
             " GPUs may wait for the host, and hiding transfers may save nothing. (`passes/host_time.py` says how both"
             " times are estimated.)"
         ),
@@ -69,7 +69,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "other_users": (
             "An op outside the site needs the matmul's whole result before the collective. Or an op needs a result of"
             " attention other than its output. In training, the forward graph saves the log-sum-exp of attention for"
-            " the backward graph. So attention is overlapped at inference only."
+            " the backward graph. So attention after a gather is overlapped at inference only."
         ),
         "op_between": "An op between matmul and collective cannot be computed in pieces. The text names the op.",
         "one_table": (
@@ -114,8 +114,9 @@ GROUPS: dict[str, dict[str, str]] = {
         ),
         "not_divisible": "The number of rows of a reduce-scatter is not a multiple of the number of ranks.",
         "dynamic_shape": (
-            "A size is only known when the graph runs (unbacked), so the pass can neither cut the site nor estimate its"
-            " time. Or a size is dynamic, and no single op can choose a schedule by this size at run time."
+            "A size is only known when the graph runs (unbacked), so the pass cannot estimate the site's time. (Some"
+            " such sites are overlapped with a forced `ring`. The others cannot be cut.) Or a size is dynamic, and no"
+            " single op can choose a schedule by this size at run time."
         ),
     },
     "The collective itself is not supported": {
