@@ -9,7 +9,8 @@
     python tools/sweep_models.py --part programs --seeds 0 500    # the ranks differ in bias, K and padding
 
 Ranks are gloo processes with random weights. Schedule ``ring`` is forced, so every site that it can compute is
-overlapped. Rewritten graphs are interpreted, because compiling is slow. ``--generated`` runs Inductor's code instead.
+overlapped. Rewritten graphs are interpreted, because compiling is slow. ``--generated`` runs Inductor's code instead,
+except for random programs.
 
 By default, Hugging Face families have odd sizes. Some, such as the vocabulary, are primes that the number of ranks does
 not divide. If a family with odd sizes does not run even without overlap, the family is tried once more. The sizes of
@@ -23,11 +24,12 @@ Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
     right                          the results are those of the plain compile
     fell back                      the results are right, but the ranks differed, so they ran the plain program
     nothing overlapped             the results are right, but no site was overlapped
-    nothing to compare             some results of the plain compile are rounding errors only; no result is wrong
+    nothing to compare             some results are only rounding errors, also without overlap; no other result is wrong
     does not run without overlap   an error occurs even without overlap; the row has the error
     wrong                          the results differ, a rank died or hung, or an error occurs only with overlap
 
-The exit status is 1 if any case is wrong.
+A batch of random programs is only ``right`` or ``wrong``; its row counts the programs that fell back. The exit status
+is 1 if any case is wrong.
 """
 
 from __future__ import annotations
@@ -128,7 +130,10 @@ def _arguments() -> argparse.Namespace:
         help="numbers of tensor-parallel ranks; without a number, only torchtitan's 2-D meshes are run",
     )
     parser.add_argument(
-        "--train", action="store_true", help="also compare gradients (torchtitan's models always train)"
+        "--train",
+        action="store_true",
+        help="also compare gradients of Hugging Face families (torchtitan's models always train; so does every second"
+        " batch of random programs)",
     )
     parser.add_argument("--families", nargs="+", help="Hugging Face families or torchtitan models; by default all")
     parser.add_argument(
@@ -142,7 +147,9 @@ def _arguments() -> argparse.Namespace:
         "--seeds", nargs=2, type=int, default=(0, 400), metavar=("FIRST", "END"), help="seeds of random programs"
     )
     parser.add_argument(
-        "--generated", action="store_true", help="run Inductor's code (slow) instead of interpreting graphs"
+        "--generated",
+        action="store_true",
+        help="run Inductor's code (slow) instead of interpreting graphs, except for random programs",
     )
     parser.add_argument(
         "--sequence-parallel",

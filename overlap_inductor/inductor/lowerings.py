@@ -2,7 +2,7 @@
 """Inductor lowerings of ops of the ring, and of ``agree``.
 
 ====================================  =================================================
-``take``, ``narrow``                  a view
+``take``, ``narrow``, ``window``      a view
 ``assemble``                          a buffer into which its pieces are written
 ``after``                             a scheduling edge
 ``gather_step``, ``exchange_wait``    a call with scheduling edges
@@ -87,8 +87,8 @@ def _agree(group_name: str, *args: Any) -> Any:
 def _take(x: Any, dim: int, shift: int, chunk: Any, start: Any, length: Any, group_name: str) -> Any:
     chunk, start, length = map(_expression, (chunk, start, length))
     sizes = list(x.get_size())
-    # If ``x`` is a view of a computed tensor, ``realize_input`` need not copy it. A copy for each piece would be as
-    # large as ``x``.
+    # If ``x`` is a view of a tensor that is not stored yet, ``realize_input`` stores the tensor once, and returns a
+    # view. Otherwise each piece would copy all of ``x``.
     x = ir.ExternKernel.realize_input(x)
     offsets: list[Any] = [0] * len(sizes)
     offsets[dim] = _slot(group_name, shift) * sympy.sympify(chunk) + start
@@ -209,7 +209,8 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
             buffer.layout = ir.NonOwningLayout(view)
             return buffer
     written = ir.ConcatKernel.realize_into(source, view)
-    # With this mark, ``inductor.hooks`` lets Inductor fuse this alias into a template.
+    # ``written`` is a part of the assembled tensor, so Inductor would not fuse its kernel into a template. With this
+    # mark, ``inductor.hooks`` allows the fusion.
     written.overlap_piece = True
     return written
 

@@ -9,9 +9,9 @@ Inductor takes for a buffer of its own. Kernels read it from offset 0, and their
     kernel_b(x, buf2)     # reads x + 32    ->    buf3 = reinterpret_tensor(x, (4, 8), (8, 1), 32)
                                                   kernel_a(buf3, buf2)
 
-A window has no memory. Inductor keeps the memory of ``x`` until the last kernel that reads a window of ``x`` has run.
-It orders a write to ``x`` after the earlier kernels that read a window of ``x``. It never writes a result into the
-memory of a window, because a window is the output of a ``NopKernel``.
+A window has no memory of its own. Inductor keeps the memory of ``x`` until the last kernel that reads a window of ``x``
+has run. It orders a write to ``x`` after the earlier kernels that read a window of ``x``. It never reuses the rows of a
+window for another result, because it reuses no output of a ``NopKernel``.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def window(x: Any, dim: int, start: Any, length: Any) -> Any | None:
 
 
 def _place(x: Any) -> tuple[Any, Any]:
-    """``(buffer, layout in the buffer)`` of ``x``. ``(None, None)`` if ``x`` is not in memory, or if ``x`` is a view of
-    a buffer but no layout describes the view."""
+    """``(buffer, layout in the buffer)`` of ``x``. If ``x`` is ``_better_stored``, it is stored first. ``(None, None)``
+    if ``x`` is still not in memory, or if ``x`` is a view of a buffer but no layout describes the view."""
     view = x.data if isinstance(x, ir.TensorBox) else x
     base = view.unwrap_view() if isinstance(view, ir.BaseView) else view
     if isinstance(base, ir.StorageBox) and _better_stored(base.data):

@@ -57,7 +57,8 @@ WITH_EVERY_BUDGET = (
     "gather uneven rows, multiply and contract",
     "scatter a sum of matmuls to an uneven sequence",
 )
-"""One case of each pattern. ``make test`` runs these with each budget, and the other cases only unrolled."""
+"""One case of each pattern that ``cases`` has. ``make test`` runs these with each budget, and the other cases only
+unrolled."""
 
 
 def check_exchanges(name: str, world_size: int, ranks: Iterable[int], budgets: Iterable[dict[str, Any]]) -> None:
@@ -74,8 +75,8 @@ def check_exchanges(name: str, world_size: int, ranks: Iterable[int], budgets: I
 
 @pytest.mark.parametrize("name", cases(0, 2))
 def test_the_first_and_the_last_rank_exchange_alike(name: str) -> None:
-    """Bands, budgets and ids must not depend on one rank alone. Only rank 0 has the bias, and only the last rank has
-    the smaller shard."""
+    """All ranks must choose the same bands and ids, and unroll the same sites within a budget. Only rank 0 has the
+    bias, and only the last rank has the smaller shard."""
     budgets = BUDGETS if name in WITH_EVERY_BUDGET else ("unrolled",)
     check_exchanges(name, 3, (0, 2), [BUDGETS[b] for b in budgets])
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scenarios of ``tests.gpu.check_stress``. Each calls one variant many times.
+"""The scenarios of ``tests.gpu.check_stress``. Each calls one variant many times, except ``lazy``, which
+makes only the first calls.
 
 A variant is a schedule, a pattern and a way to run a site. A scenario returns the number of wrong results by name. All
 ranks make the same calls in the same order. Only delays, foreign GPU work and allocations differ between ranks.

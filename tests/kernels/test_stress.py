@@ -110,7 +110,8 @@ def _capturable(calls: Sequence[stress_sites.Call]) -> list[Repeated]:
 def _run(
     rank: int, world_size: int, folder: str, options: list[str], names: Sequence[Name], broken: bool = False
 ) -> int:
-    """Run ``check_stress`` with ``options`` as one rank, on the CPU. Returns the number of rows with wrong results.
+    """Run ``check_stress`` with ``options`` as one rank, on the CPU. Returns the number of pairs
+    of a scenario and a variant that had wrong results.
 
     Args:
         names: the variants to run.

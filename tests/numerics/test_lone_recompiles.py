@@ -122,7 +122,7 @@ def test_all_ranks_run_the_plain_program(world_size: int, change: dict[str, Any]
     assert warnings and all(told in w or world_size == 4 for w in warnings), results
     assert all(words in w for w in warnings if "sub_chunks" in words) and any(words in w for w in warnings), results
     assert [r["plain"] for r in results] == [len(r["warnings"]) for r in results], (
-        "a rank warned about a call in which all ranks ran the same program"
+        "a rank did not warn about a call that ran plain, or warned about another call"
     )
 
 
@@ -283,8 +283,9 @@ def test_reasons_of_old_verdicts_do_not_stay_in_the_store() -> None:
 
 
 def _inside_a_plan_of_two_groups(rank: int, world_size: int, overlaps: bool) -> list[Any]:
-    """Rank 0 runs a graph of two groups, of which only the first has a page. Rank 1 runs another graph, of the first
-    group alone. (With several machines, a group across machines has no page.)"""
+    """Both ranks run two graphs: one of the first group, and one of two groups, of which only the first has a page.
+    Then rank 0 runs the second graph again, and rank 1 runs a new graph of the first group alone. (With several
+    machines, a group across machines has no page.)"""
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     names = [g.group_name for g in groups]
     step, kept = "g0: all_reduce float32 [4] in matmul_all_reduce by ring", "g0: all_reduce float32 kept"

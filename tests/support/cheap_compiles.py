@@ -37,10 +37,10 @@ def compile_cheaply() -> None:
     - Dynamo does not time a graph's guards. To time them, it would write 256 MB to empty the processor's caches.
     - Dynamo does not parse the files of traced functions. Only a log needs the result.
     - Dynamo writes a subexpression of a guard as often as it occurs. torch itself does so with very deep guards.
-    - Each compile gives its random number state the same two empty tensors. No test functionalizes random numbers, so
-      nothing else is stored there.
-    - Garbage collections do not visit the objects of torch's import. They are also rarer, because few objects of a
-      compile are in cycles.
+    - The random number states of all compiles share one empty tensor, as seed and as offset. No test functionalizes
+      random numbers, so nothing else is stored there.
+    - Garbage collections do not visit the objects of torch's import. Higher thresholds also
+      make them rarer. This costs little memory, because few objects of a compile are in cycles.
     - The C++ compiler optimizes kernels less. This halves the time to build a kernel.
     """
     import torch._dynamo.guards

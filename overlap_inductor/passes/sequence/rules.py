@@ -10,7 +10,8 @@ T tokens, W ranks, t = ceil(T / W)::
     view [B, S, H] as [T, H]       -> the same rows
     permute, slice, split, cat     -> the same on the features
 
-These are examples. An op needs all rows if neither ``rule_of`` nor ``sums`` knows it. The rules follow DTensor's op
+These are examples. An op needs all rows if neither ``rule_of`` nor the module ``sums`` of this folder
+knows it. The rules follow DTensor's op
 strategies (torch/distributed/tensor/_ops): Shard on the tokens, Replicate, and Partial for a sum over tokens.
 """
 
@@ -211,7 +212,7 @@ class _Cat:
                 raise NotRowWise(text)
             ahead = tools.shape(part)[: first.lead]
             if not all(map(same_size, ahead, tools.shape(node)[: first.lead])):
-                raise NotRowWise(f"{node.name} concatenates tensors whose tokens differ")
+                raise NotRowWise(f"{node.name} concatenates tensors that may have different token counts")
         return first
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
