@@ -38,7 +38,7 @@ from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
 
-MARGIN = 2.5
+MARGIN = 2.2
 """Sites are overlapped only if the GPU is estimated to need at least this many times the estimated host time. The
 slowest host sets the time of each call. Two layers of Llama-70B, rewritten for sequence parallelism, had 2048 tokens on
 4 H200s. The GPU's estimate was 2.1 times the host's. Hosts needed 2.0 to 2.6 times their estimate. The layers ran 0.89

@@ -63,10 +63,10 @@ def test_many_tokens_are_not() -> None:
     assert set(codes(layers(4096, 2))) <= {"chunked", "fused"}
 
 
-def test_the_gpu_needs_two_and_a_half_times_as_long() -> None:
-    """The host needs 420 us. The GPU needs 1012 us for 2048 tokens (2.41 times as long) and 1130 us for 2304 (2.69)."""
-    assert codes(layers(2048, 2)) == ["host_bound"] * 2
-    assert set(codes(layers(2304, 2))) <= {"chunked", "fused"}
+def test_the_gpu_needs_more_than_twice_as_long() -> None:
+    """The host needs 420 us. The GPU needs 893 us for 1792 tokens (2.13 times as long) and 1012 us for 2048 (2.41)."""
+    assert codes(layers(1792, 2)) == ["host_bound"] * 2
+    assert set(codes(layers(2048, 2))) <= {"chunked", "fused"}
 
 
 def test_a_single_collective_is_left_to_its_estimate() -> None:

@@ -18,7 +18,7 @@ GROUPS: dict[str, dict[str, str]] = {
             " estimates."
         ),
         "host_bound": (
-            "The GPUs are estimated to need less than 2.5 times as long as the host needs to launch the graph. So the"
+            "The GPUs are estimated to need less than 2.2 times as long as the host needs to launch the graph. So the"
             " GPUs may wait for the host, and hiding transfers may save nothing. (`passes/host_time.py` says how both"
             " times are estimated.)"
         ),
