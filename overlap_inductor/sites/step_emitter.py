@@ -117,7 +117,7 @@ class StepEmitter:
         return self.reshape(part, [*shape[:dim], block.outer_length * block.length, *shape[dim + 1 :]])
 
     def take_of_ranks(self, x: fx.Node, dim: int, sharded: ShardedDim, shifts: Sequence[int], block: Block) -> fx.Node:
-        """``take_sharded`` for each of ``shifts``, joined along ``dim``. ``sharded.outer`` must be 1."""
+        """``take_sharded`` for each of ``shifts``, joined along ``dim``. Several shifts only if ``sharded.outer`` is 1."""
         if len(shifts) == 1:
             return self.take_sharded(x, dim, sharded, shifts[0], block)
         return self.take_ranks(x, dim, shifts, sharded.chunk, block.start, block.length)
