@@ -97,14 +97,6 @@ class StepEmitter:
     def take(self, x: fx.Node, dim: int, shift: int, chunk: Size, start: Size, length: Size) -> fx.Node:
         return self.call(overlap.take.default, x, dim, shift, chunk, start, length, self.group_name)
 
-    def take_ranks(
-        self, x: fx.Node, dim: int, shifts: Sequence[int], chunk: Size, start: Size, length: Size
-    ) -> fx.Node:
-        """``take`` for each of ``shifts``, joined along ``dim``. The rows of several ranks are copied."""
-        if len(shifts) == 1:
-            return self.take(x, dim, shifts[0], chunk, start, length)
-        return self.call(overlap.take_ranks.default, x, dim, list(shifts), chunk, start, length, self.group_name)
-
     def take_sharded(self, x: fx.Node, dim: int, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
         """The rows of ``x`` along ``dim`` (layout ``sharded``) that belong to ``block`` of rank ``r + shift``. All
         shards are full."""
@@ -115,17 +107,6 @@ class StepEmitter:
         part = self.take(split, dim + 1, shift, sharded.chunk, block.start, block.length)
         part = self.narrow(part, dim, block.outer_start, block.outer_length)
         return self.reshape(part, [*shape[:dim], block.outer_length * block.length, *shape[dim + 1 :]])
-
-    def take_of_ranks(self, x: fx.Node, dim: int, sharded: ShardedDim, shifts: Sequence[int], block: Block) -> fx.Node:
-        """``take_sharded`` for each of ``shifts``, joined along ``dim``. Several shifts only if ``sharded.outer`` is 1."""
-        if len(shifts) == 1:
-            return self.take_sharded(x, dim, sharded, shifts[0], block)
-        return self.take_ranks(x, dim, shifts, sharded.chunk, block.start, block.length)
-
-    def parts_of_ranks(self, x: fx.Node, dim: int, count: int) -> list[fx.Node]:
-        """The parts of ``x``, which holds as many indices of ``dim`` for each of ``count`` ranks."""
-        length = tools.shape(x)[dim] // count
-        return [self.window(x, dim, i * length, length) for i in range(count)]
 
     def whole_chunks(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
         """``x`` with zeros for the rows that are missing along ``dim``, whose layout is ``sharded``."""

@@ -70,6 +70,14 @@ def _bands(parts: Parts, **fields: Any) -> list[Any]:
     return [s.decision.moving.parameters.get("bands") for s in report.sites]
 
 
+def test_bands_of_tiny_matmuls_on_many_ranks() -> None:
+    """The bands' gather has fewer hops than the ring's. They save more time than both sites' matmuls take, so the
+    estimate of what bands add is negative."""
+    with fake_group(8):
+        report = Parts(tokens=400, between=_residual_and_norm).seam().run(mode="report", sub_chunks=2)
+    assert [s.decision.moving.parameters.get("bands") for s in report.sites] == [2, 2]
+
+
 def test_golden() -> None:
     with fake_group(2):
         report = Parts(between=_residual_and_norm).seam().run(sub_chunks=2)

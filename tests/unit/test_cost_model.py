@@ -102,6 +102,12 @@ def test_fewest_sub_chunks() -> None:
     assert ring_cost.fewest_parts(BALANCED, dataclasses.replace(FREE, step_seconds=0.01), 4) == 1
 
 
+def test_fewest_of_negative_estimates() -> None:
+    assert ring_cost.fewest({4: -2.0, 2: -1.95, 1: 5.0}) == 2
+    assert ring_cost.fewest({4: -2.0, 2: -1.8}) == 4
+    assert ring_cost.fewest({2: 0.0}) == 2
+
+
 def test_fewest_sub_chunks_pay_if_more_do() -> None:
     """If a ring pays with the largest number of sub-chunks, it also pays with ``fewest_parts``. Otherwise
     ``fewest_parts`` is the largest number."""

@@ -11,8 +11,6 @@ in any order. For the shard of rank ``r + shift``, or a part of it::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
@@ -38,11 +36,11 @@ overlap = torch.ops.overlap_inductor
 
 @dataclass(frozen=True)
 class Piece:
-    """Parts of a consumer's output, from the shards of ranks ``r + shift``, joined along the gathered dim. The place of
-    each part in its shard: ``block`` along the gathered dim, ``cross_start`` along the crossing dim (``Consumer``)."""
+    """A part of a consumer's output, from the shard of rank ``r + shift``. Its place: ``block`` along the gathered dim,
+    ``cross_start`` along the crossing dim (``Consumer``)."""
 
     node: fx.Node
-    shifts: Sequence[int]
+    shift: int
     block: Block
     cross_start: Size
 
@@ -72,7 +70,7 @@ class Consumer:
             return Block(0, whole.length, start * unit, length * unit), 0, None
         return whole, start * unit, length * unit
 
-    def multiply(self, operand: fx.Node, shifts: Sequence[int], part: int | None, start: Size, length: Size) -> None:
+    def multiply(self, operand: fx.Node, shift: int, part: int | None, start: Size, length: Size) -> None:
         consumer, emit = self.consumer, self.emit
         matmul, sharded, role = consumer.matmul, consumer.sharded, consumer.role
         block, cross_start, cross_length = (
@@ -88,17 +86,17 @@ class Consumer:
             if cross_role == "B":
                 other = emit.narrow(other, 0, cross_start, cross_length)
         if role != "K":
-            slicers[role] = lambda x, dim: emit.take_of_ranks(self._whole(x, dim), dim, sharded, shifts, block)
+            slicers[role] = lambda x, dim: emit.take_sharded(self._whole(x, dim), dim, sharded, shift, block)
             if role == "B":
-                other = emit.take_of_ranks(self._whole(other, 0), 0, sharded, shifts, block)
+                other = emit.take_sharded(self._whole(other, 0), 0, sharded, shift, block)
         else:
-            other = emit.take_of_ranks(other, along, sharded, shifts, block)
-            operand = emit.without_padding(operand, sharded, shifts[0], block)
+            other = emit.take_sharded(other, along, sharded, shift, block)
+            operand = emit.without_padding(operand, sharded, shift, block)
         lhs, rhs = (operand, other) if consumer.operand == "lhs" else (other, operand)
         if role != "K":
             piece = matmuls.emit(emit.graph, matmul, lhs, rhs, slicers)
             annotate_new(emit, piece)
-            self.pieces.append(Piece(piece, shifts, block, cross_start))
+            self.pieces.append(Piece(piece, shift, block, cross_start))
             return
         # Without a crossing dim, total -1 adds up all pieces. With a crossing dim, total -1 is the product of the own
         # shard, if that shard comes as a whole. Total ``part`` then starts as part ``part`` of total -1. Sub-chunk
@@ -132,8 +130,8 @@ class Consumer:
         split = [*shape[:out_dim], *([full] if flat else [sharded.outer, full]), *shape[out_dim + 1 :]]
         dim = out_dim if flat else out_dim + 1
         nodes, shifts, starts = [], [], []
-        for part, shift, piece in self._by_rank(pieces, out_dim):
-            block = part.block
+        for part in pieces:
+            piece, block = part.node, part.block
             start: list[Size] = [0] * len(split)
             start[dim] = block.start
             if not flat:
@@ -145,21 +143,12 @@ class Consumer:
                 crossing = matmul.output_dim(role)
                 start[crossing + (1 if not flat and crossing > out_dim else 0)] = part.cross_start
             nodes.append(piece)
-            shifts.append(shift)
+            shifts.append(part.shift)
             starts += start
         out = emit.call(overlap.assemble.default, nodes, split, dim, sharded.chunk, shifts, starts, emit.group_name)
         if sharded.short:
             out = emit.narrow(out, dim, 0, full - sharded.missing)
         return emit.reshape(out, shape)
-
-    def _by_rank(self, pieces: list[Piece], dim: int) -> Iterator[tuple[Piece, int, fx.Node]]:
-        """``(piece, shift, part of the piece for that rank)`` for each rank of each piece, joined along ``dim``."""
-        for piece in pieces:
-            parts = (
-                self.emit.parts_of_ranks(piece.node, dim, len(piece.shifts)) if len(piece.shifts) > 1 else [piece.node]
-            )
-            for shift, part in zip(piece.shifts, parts, strict=True):
-                yield piece, shift, part
 
     def _sum(self) -> fx.Node:
         matmul, emit = self.consumer.matmul, self.emit

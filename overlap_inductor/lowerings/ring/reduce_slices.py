@@ -8,8 +8,6 @@ A slice is one rank's slice, a part of a rank's slice, or some rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import fx
 
@@ -47,13 +45,8 @@ class Slices:
     def of_rank(self, shift: int, block: Block, rows: tuple[Size, Size] | None = None) -> fx.Node:
         """``block`` of the slice of rank ``r + shift``. ``rows``: ``(start, length)`` in dim 0 of the matmuls' result,
         if another dim is sliced; ``None`` for all rows."""
-        return self.of_ranks([shift], block, rows)
-
-    def of_ranks(self, shifts: Sequence[int], block: Block, rows: tuple[Size, Size] | None = None) -> fx.Node:
-        """``of_rank`` for each of ``shifts``, computed by one matmul and joined along the sharded dim. For several
-        ranks, ``sharded.outer`` is 1, and neither a grouped matmul nor a ``Region`` is computed."""
         sharded = self.nodes.sharded
-        cuts: Cuts = {sharded.dim: lambda x, dim: self.emit.take_of_ranks(x, dim, sharded, shifts, block)}
+        cuts: Cuts = {sharded.dim: lambda x, dim: self.emit.take_sharded(x, dim, sharded, shift, block)}
         if rows is not None:
             cuts[0] = lambda x, dim: self.emit.narrow(x, dim, *rows)
         return self._compute(cuts)

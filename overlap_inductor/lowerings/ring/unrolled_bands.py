@@ -4,14 +4,14 @@
 A band is a sub-chunk of every rank's shard. Each band has its own wait (reduce-scatter) or send (gather). So
 ``passes.sequence.seams`` can move steps of the gather between the waits. ``r``: the rank::
 
-    for band: for i in 0 .. W-2: p = slice(r + 1 + i)[band]; send p to rank r + 1 + i      # see JOINED_ROWS
+    for band: for i in 0 .. W-2: p = slice(r + 1 + i)[band]; send p to rank r + 1 + i
     own = slice(r)
     for band: wait; rows[band] = own[band] + sum(received[band])
     out = cat(rows)
 
     gathered = exchange_start()
     for band: send shard[band] to all ranks; y[r][band] = gathered[r][band] @ w
-    for band: wait; for i in 1 .. W-1: y[r - i][band] = gathered[r - i][band] @ w          # see JOINED_ROWS
+    for band: wait; for i in 1 .. W-1: y[r - i][band] = gathered[r - i][band] @ w
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from overlap_inductor.lowerings.ring.unrolled_gather import Steps
 from overlap_inductor.lowerings.ring.unrolled_reduce import summed
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.gather_nodes import GatherNodes
-from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.reduce_nodes import ReduceNodes
 from overlap_inductor.sites.step_emitter import Block
 from overlap_inductor.sites.step_emitter import StepEmitter
@@ -32,17 +31,6 @@ from overlap_inductor.sites.step_emitter import pieces_of
 
 aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
-
-JOINED_ROWS = 256
-"""If a band has fewer rows, one matmul multiplies this band of several ranks, copied to one tensor. It takes so many
-ranks that the tensor has this many rows, but at most all other ranks. Matmuls of few rows are slow: on one core of an
-AMD EPYC, 1024 x 1408 x 2048 in fp32 took 149 ms in pieces of 64 rows. In pieces of 256 rows, it took 106 ms."""
-
-
-def joined_ranks(world_size: int, rows: Size) -> list[list[int]]:
-    """The distances 1 .. ``world_size - 1`` in groups. One matmul multiplies the bands, of ``rows`` rows, of a group."""
-    count = -(-JOINED_ROWS // max(rows, 1)) if isinstance(rows, int) else 1
-    return [list(range(first, min(first + count, world_size))) for first in range(1, world_size, count)]
 
 
 def rewrite_scatter(emit: StepEmitter, nodes: ReduceNodes, bands: int) -> fx.Node:
@@ -56,22 +44,19 @@ def rewrite_scatter(emit: StepEmitter, nodes: ReduceNodes, bands: int) -> fx.Nod
     buffer = emit.communicate(
         overlap.exchange_start.default, emit.chain, [world_size - 1, bounds[-1]], bounds, dtype, *where, *emit.transport
     )
-    sent: list[list[fx.Node]] = []
+    sent: dict[int, fx.Node] = {}
     for band, cut in enumerate(cuts):
-        sent.append([])
-        for distances in joined_ranks(world_size, cut[1]):
-            joined = slices.of_ranks(distances, Block(*cut, 0, 1))
-            sent[band].append(joined)
-            for distance, piece in zip(distances, emit.parts_of_ranks(joined, 0, len(distances)), strict=True):
-                hop = (distance - 1) * bands + band
-                slices.after = emit.communicate(
-                    overlap.exchange_send.default, emit.chain, buffer, piece, bounds, hop, *where
-                )
+        for step in range(world_size - 1):
+            hop = step * bands + band
+            sent[hop] = slices.of_rank(step + 1, Block(*cut, 0, 1))
+            slices.after = emit.communicate(
+                overlap.exchange_send.default, emit.chain, buffer, sent[hop], bounds, hop, *where
+            )
     own = slices.of_rank(0, Block.whole(sharded))
     rows = []
     for band, (start, length) in enumerate(cuts):
         hops = [step * bands + band for step in range(world_size - 1)]
-        held = [*sent[band], own]
+        held = [*(sent[hop] for hop in hops), own]
         emit.communicate(overlap.exchange_wait.default, emit.chain, buffer, held, bounds, hops, *where)
         mine = emit.window(own, 0, start, length)
         received = emit.window(buffer, 1, bounds[band], bounds[band + 1] - bounds[band])
@@ -92,17 +77,14 @@ def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, bands: int) -> tuple[f
     for band, (start, length) in enumerate(steps.cuts):
         piece = emit.narrow(shard, 0, start, length)
         emit.communicate(overlap.exchange_send.default, emit.chain, gathered, piece, steps.bounds, band, *where)
-        steps.multiply(gathered, [0], band)
+        steps.multiply(gathered, 0, band)
         computed += steps.epilogue.newest
     for band in range(bands):
         before = [computed] if computed else []
         emit.communicate(overlap.exchange_wait.default, emit.chain, gathered, [], steps.bounds, [band], *where, *before)
         computed = []
-        distances = joined_ranks(emit.world_size, steps.cuts[band][1])
-        if not steps.may_join():
-            distances = [[d] for d in range(1, emit.world_size)]
-        for joined in distances:
-            steps.multiply(gathered, [-d for d in joined], band)
+        for distance in range(1, emit.world_size):
+            steps.multiply(gathered, -distance, band)
             computed += steps.epilogue.newest
     return gathered, steps.finish()
 

@@ -109,7 +109,7 @@ def rewrite_received(emit: StepEmitter, nodes: ReceivedNodes, parts: int) -> tup
         send(hop)
     own = emit.take(rows, 0, 0, steps.size, 0, steps.size)
     emit.call(overlap.exchange_keep.default, buffer, own, emit.group_name)
-    steps.multiply(buffer, [0], None)
+    steps.multiply(buffer, 0, None)
     for hop in range(hops):
         computed = [steps.epilogue.newest] if steps.epilogue.newest else []
         emit.communicate(
@@ -118,5 +118,5 @@ def rewrite_received(emit: StepEmitter, nodes: ReceivedNodes, parts: int) -> tup
         if hop + steps.parts < hops:
             send(hop + steps.parts)
         step, part = divmod(hop, steps.parts)
-        steps.multiply(buffer, [-1 - step], part if steps.parts > 1 else None)
+        steps.multiply(buffer, -1 - step, part if steps.parts > 1 else None)
     return given(emit, nodes, buffer), steps.finish()

@@ -13,8 +13,6 @@ sub-chunk while later sub-chunks travel. ``r``: the rank; ``f``: the ops between
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import fx
 
@@ -59,30 +57,24 @@ class Steps:
         atoms = tuple(nodes.raw.without_rank().flat())
         self.order = Layout((atoms[:1], atoms[1:])) if atoms else nodes.raw.without_rank()
 
-    def may_join(self) -> bool:
-        """Whether one matmul may multiply the sub-chunks of several ranks."""
-        whole = all(isinstance(c.sharded.outer, int) and c.sharded.outer == 1 for c in self.nodes.consumers)
-        return whole and not self.nodes.layouts and not any(c.sharded.short for c in self.nodes.consumers)
-
-    def multiply(self, gathered: fx.Node, shifts: Sequence[int], part: int | None) -> None:
-        """Multiply sub-chunk ``part`` of the shard of each rank ``r + shift``; the whole shard if ``part`` is ``None``.
-        Several ranks only if ``may_join``."""
+    def multiply(self, gathered: fx.Node, shift: int, part: int | None) -> None:
+        """Multiply sub-chunk ``part`` of the shard of rank ``r + shift``; the whole shard if ``part`` is ``None``."""
         emit, nodes, lead = self.emit, self.nodes, self.lead
         start, length = self.cuts[part] if part is not None else (0, self.size)
         rows = emit.reshape(gathered, [emit.world_size * self.size, self.rest])
-        raw = emit.take_ranks(rows, 0, shifts, self.size, start, length)
+        raw = emit.take(rows, 0, shift, self.size, start, length)
         done: dict[fx.Node, fx.Node] = {}
-        sizes = {id(lead): len(shifts) * length} if lead is not None else {}
-        pieces = None
-        if nodes.layouts:
-            pieces = row_pieces.RowPieces(emit, nodes, raw, self.order, shifts[0], lead, start, length)
+        sizes = {id(lead): length} if lead is not None else {}
+        pieces = (
+            row_pieces.RowPieces(emit, nodes, raw, self.order, shift, lead, start, length) if nodes.layouts else None
+        )
         for target in self.consumers:
             if pieces is not None:
                 operand = pieces.of(target.consumer.operand_node)
             else:
                 operand = evaluate(emit, nodes, target.consumer.operand_node, raw, done)
                 operand = emit.convert(operand, self.order, target.consumer.layout.without_rank(), sizes)
-            target.multiply(operand, shifts, part, start, length)
+            target.multiply(operand, shift, part, start, length)
         self.epilogue.compute()
 
     def finish(self) -> dict[fx.Node, fx.Node]:
@@ -99,14 +91,14 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
     gathered = emit.communicate(
         overlap.gather_start.default, emit.chain, nodes.collective.input, steps.bounds, *where, *emit.transport
     )
-    steps.multiply(gathered, [0], None)
+    steps.multiply(gathered, 0, None)
     for index, shifts in enumerate(routes.distances(route, emit.world_size)):
         for part in range(steps.parts):
             hop = index * steps.parts + part
             computed = [steps.epilogue.newest] if steps.epilogue.newest else []
             emit.communicate(overlap.gather_step.default, emit.chain, gathered, steps.bounds, hop, *where, *computed)
             for shift in shifts:
-                steps.multiply(gathered, [shift], part if steps.parts > 1 else None)
+                steps.multiply(gathered, shift, part if steps.parts > 1 else None)
     return gathered, steps.finish()
 
 
