@@ -11,8 +11,8 @@ receives exactly what it would in the larger group.
 counts itself as rank 0, so the sender must count as rank ``world_size - p``. The rows go to that rank's place in the
 other GPU's workspace.
 
-**What is missing.** No single peer is late, no receiver is contended for, and NCCL's collective is not run. So there is
-no row for ``keep``, and times are compared with the matmul alone.
+**What is missing.** All peers are one GPU. So no peer is later than another, and no two GPUs send to one receiver at
+once. NCCL's collective is not run. So there is no row for ``keep``, and times are compared with the matmul alone.
 
 **How good the times are.** Times with ``--world-size 8`` were compared with times on 8 GPUs::
 

@@ -12,9 +12,9 @@ Ranks are gloo processes with random weights. Schedule ``ring`` is forced, so ev
 overlapped. Rewritten graphs are interpreted, because compiling is slow. ``--generated`` runs Inductor's code instead,
 except for random programs.
 
-By default, Hugging Face families have odd sizes. Some, such as the vocabulary, are primes that the number of ranks does
-not divide. If a family with odd sizes does not run even without overlap, the family is tried once more. The sizes of
-the MLP are then even, and each head has its own key-value head.
+By default, Hugging Face families have odd sizes. Some of these sizes, for example the vocabulary size, are primes that
+the number of ranks does not divide. If a family with odd sizes cannot run without overlap, the family is tried once
+more. The sizes of the MLP are then even, and each head has its own key-value head.
 
 ``--sequence-parallel on`` rewrites every all-reduce that may be rewritten. A family's row says how many all-reduces its
 graphs have, how many were rewritten and why others were not (``left``).
@@ -127,7 +127,7 @@ def _arguments() -> argparse.Namespace:
         nargs="*",
         type=int,
         default=(2, 3),
-        help="numbers of tensor-parallel ranks; without a number, only torchtitan's 2-D meshes are run",
+        help="numbers of tensor-parallel ranks, by default 2 and 3; an empty --ranks runs only torchtitan's 2-D meshes",
     )
     parser.add_argument(
         "--train",
@@ -155,7 +155,7 @@ def _arguments() -> argparse.Namespace:
         "--sequence-parallel",
         choices=("auto", "on", "off"),
         default="auto",
-        help="switch sequence_parallel, for Hugging Face families",
+        help="value of the switch sequence_parallel for Hugging Face families",
     )
     parser.add_argument(
         "--limit",

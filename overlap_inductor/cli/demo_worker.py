@@ -2,8 +2,8 @@
 """One rank of the demo. It runs each model eagerly, compiled without overlap, and compiled with overlap. It compares
 the results and times the compiled forms.
 
-A model is compiled with overlap for ``auto``, and for each schedule that can run between these ranks. A form that is
-compiled with overlap is timed only if it overlaps a site.
+A model is compiled with overlap for ``auto``, and for each schedule that ``serving`` returns. A form that is compiled
+with overlap is timed only if it overlaps a site.
 
 Rank 0 writes one JSON object per line to standard output::
 

@@ -55,7 +55,8 @@ def collect() -> list[Check]:
 
 
 def switches() -> list[Check]:
-    """Checks of the environment's switches and of their effect on a plain ``torch.compile`` in this process."""
+    """Checks of the environment's switches, and of their effect in this process on ``torch.compile`` without a
+    ``backend`` argument."""
     checks = [*_entry_points(), *_variables()]
     try:
         config = OverlapConfig.from_environment()

@@ -2,8 +2,8 @@
 """The cost model estimates the seconds of a site's matmul alone and of its collective alone.
 
 Without overlap a site takes ``T_matmul + T_collective``. A schedule hides a part of one time behind the other, and pays
-a fixed cost. The schedule's ``cost.py`` says how much stays exposed. Section 1.3 of CommFuse and the gate of XLA's
-windowed einsum use the same form.
+a fixed cost. The schedule's ``cost.py`` says how much stays exposed. Estimates of this form are also in section 1.3 of
+CommFuse, and in the gate of XLA's windowed einsum.
 """
 
 from __future__ import annotations

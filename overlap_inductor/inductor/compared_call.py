@@ -3,7 +3,7 @@
 
 It takes the place of ``CompiledFxGraph.current_callable``::
 
-    graph(inputs)   ->   all ranks exchange the same?   yes: overlapped(inputs), after making the workspace once
+    graph(inputs)   ->   are all ranks' plans equal?    yes: overlapped(inputs), after making the workspace once
                                                         no:  plain(inputs), compiled now if it is not there yet
 
 ``overlapped`` is the earlier callable, which may record CUDA graphs. Before the comparison ends, it has read, written
@@ -61,7 +61,7 @@ class PlainProgram:
 
 
 class ComparedCall:
-    """Calls ``overlapped`` if all ranks exchange the same, else the plain program.
+    """Calls ``overlapped`` if the ranks agree and all of them can run it, else the plain program.
 
     Args:
         overlapped: the compiled graph's own callable. If the graph overlaps nothing, this is also the plain program.

@@ -88,7 +88,7 @@ def _take(x: Any, dim: int, shift: int, chunk: Any, start: Any, length: Any, gro
     chunk, start, length = map(_expression, (chunk, start, length))
     sizes = list(x.get_size())
     # If ``x`` is a view of a tensor that is not stored yet, ``realize_input`` stores the tensor once, and returns a
-    # view. Otherwise each piece would copy all of ``x``.
+    # view. Without ``realize_input``, each piece would copy all of ``x``.
     x = ir.ExternKernel.realize_input(x)
     offsets: list[Any] = [0] * len(sizes)
     offsets[dim] = _slot(group_name, shift) * sympy.sympify(chunk) + start
@@ -198,8 +198,8 @@ def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
         same = len(buffer.get_stride()) == len(view.get_stride()) and all(
             known(a, b) for a, b in zip(buffer.get_stride(), view.get_stride(), strict=True)
         )
-        # The assembled tensor's memory may be freed after its last reader. So a matmul may write into this memory in
-        # two cases:
+        # The assembled tensor's memory may be freed after the tensor's last reader. Other readers of the matmul's
+        # result could then read freed memory. So the matmul may write into this memory only in two cases:
         # - only ``assemble`` reads the matmul's result;
         # - an ``after`` delays readers of the assembled tensor until the other readers of the matmul's result have run.
         if same and (

@@ -91,7 +91,7 @@ class OverlapPass(_Base):
         _register_lowerings_of(graph)
 
     def _take(self, report: OverlapReport, config: OverlapConfig) -> None:
-        """Leave a report in the compile scope. Without a scope, activate it."""
+        """Leave the report in the compile scope. If there is no scope, activate the report."""
         scope = compile_scope.current()
         if inductor_config._micro_pipeline_tp:
             report.notices.append(MICRO_PIPELINE_NOTICE)

@@ -39,8 +39,8 @@ CONTRACTION = (
 )
 """Why a site is refused, if its contracted dim is cut and the op computes only matmuls with cut rows or columns."""
 Op = Callable[[str], Any]
-"""The overload of a schedule's op, by the prefix before the pattern in its name (empty, ``sum_`` or
-``contracted_``)."""
+"""A function that returns the overload of a schedule's op. Its argument is the part of the op's name between schedule
+and pattern: empty, ``sum_`` or ``contracted_``."""
 
 
 def is_row(node: fx.Node) -> bool:

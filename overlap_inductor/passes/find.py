@@ -70,8 +70,8 @@ class SiteFinder:
         }
 
     def owned(self) -> set[fx.Node]:
-        """As ``Search.owned``. A sum of all-reduces may read matmuls that stand after its first all-reduce. So the
-        early sites count even where ``run`` has not reached them."""
+        """As ``Search.owned``. A sum of all-reduces may read matmuls that stand after its first all-reduce. An early
+        site that ``run`` has not reached may own such a matmul. So all early sites count."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]
         return {m.node for node, nodes in early + found if node.name not in self.idle for m in nodes.matmuls}
@@ -116,8 +116,8 @@ class SiteFinder:
         facts = finding.describe(collective.node, collective.kind, found.dim, found.role)
         module = naming.module_of(anchor) or naming.module_of(collective.node)
         # The id must be the same on all ranks. Node names may differ, and so may a matmul's sizes, bias and padding. So
-        # the id is made of the pattern, the module, the phase, what the collective moves, and its number among the
-        # collectives.
+        # the id is made of the pattern, the module, the phase, what the collective moves, and the collective's index in
+        # the graph's collectives.
         ordinal = self._ordinals[collective.node]
         moves = f"{facts.reduce_op}:{facts.dtype}:{tools.size_text(tools.shape(collective.input)[-1])}"
         identity = naming.site_id(pattern.name, module, self.phase, ordinal, moves)

@@ -88,7 +88,8 @@ def _backward_of_joint(found: SiteFinder) -> Collection[fx.Node]:
 
 
 def _limit(part: _Launched, config: OverlapConfig) -> Reason | None:
-    """Why nothing is worth hiding in ``part``; ``None`` if something may be, or if that is not known."""
+    """Why hiding the transfers of ``part`` saves no time. ``None`` if it may save time, or if the times are not
+    compared."""
     if len(part.collectives) < 2:
         return None
     machines = [sizes.machine_at(c, config) for c in part.collectives]

@@ -11,10 +11,11 @@ If the rewrite of a site fails, the graph is restored and the other sites are tr
 communicate: its decisions depend only on facts that all ranks share. The ranks compare their plans before data moves
 (``inductor.compared_call``, op ``agree``). Pseudo-code::
 
-    sites  = find(graph)                                  # whatever the spelling in the graph
+    sites  = find(graph)                                  # whatever ops the graph writes them with
     legal  = [s for s in sites if refuse(s) is None]      # may it be rewritten?
     chosen = [s for s in legal if plan(s) overlaps]       # does it pay?
-    if a site that was not chosen holds a matmul of another site's sum: find again, and let the sum take the matmul
+    if a site that sums several matmuls has left one of them to a site that was not chosen:
+        find again with this matmul in the sum; keep the result if more sites or matmuls overlap
     graph  = rewrite(graph, chosen)
     return report(sites)
 

@@ -120,7 +120,8 @@ def line(report: OverlapReport) -> str:
 def line_of_all(reports: Iterable[OverlapReport]) -> str:
     """``total of 161 sites of 2 graphs: estimated 214.72 ms -> 144.24 ms, 1.49x (32.8 % less)``; empty without sites.
 
-    Kept sites count with their time as written. Sites without an estimate are counted apart.
+    Kept sites count with their time as written. The total leaves out sites without an estimate, and the line says how
+    many.
     """
     reports = list(reports)
     sites = [site for report in reports for site in report.sites]

@@ -13,8 +13,8 @@ calling thread inside one collective:
 * Outside of graphs, it reports the *place* that the rank has reached (``call_place``). The report is a promise: this
   rank joins no call that begins before this place. A rank that waits in such a call runs its plain program. The
   reporting rank skips the call (``call_board.skip``).
-* In a call, it reports the call's number. If another rank has skipped this call, that was a mistake: had the other rank
-  run the call uncompiled, the collective would have ended.
+* In a call, it reports the call's number. Another rank may have skipped this call, because that rank seems to have run
+  the call uncompiled. But then the call's collectives would have ended. So the report shows that the skip was wrong.
 
 Reports go to the group's store. One lock is held while a report is made, and while a call is counted. So once a rank
 has counted a call, it reports nothing from before the call.

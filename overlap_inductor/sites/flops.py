@@ -6,7 +6,7 @@ Matmuls and attention are counted here, because PyTorch's formulas have gaps:
 
 - They raise for ``bmm(..., out_dtype=)`` and ``addmm(..., out_dtype=)`` (torch 2.13).
 - They raise for attention with fewer heads of keys than of queries (torch 2.11).
-- They take the tokens of ``_flash_attention_forward`` for its heads.
+- For ``_flash_attention_forward``, they read the dim of the tokens as the dim of the heads.
 - There is no formula for ``_int_mm``.
 
 This module rounds sizes as in ``sites.sizes``. PyTorch's formulas get exact sizes.
@@ -45,8 +45,8 @@ def is_counted(node: fx.Node) -> bool:
 def flops(node: fx.Node) -> float | None:
     """The FLOPs of a node that ``is_counted``; causal attention counts as full attention.
 
-    ``None`` if a size is known at run time only or has no example. Also ``None`` if the formula raises, which is
-    logged.
+    ``None`` if a size of a matmul or of an attention is symbolic, or if a tensor has no example. Also ``None`` if
+    PyTorch's or the user's formula raises. The error is logged.
     """
     namespace, name = operators.qualified_name(node)
     if namespace == "aten" and name in _MATMULS:

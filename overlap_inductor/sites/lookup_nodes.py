@@ -3,7 +3,7 @@
 
 Each rank looks up the whole batch in its own tables. The all-to-all gives each rank the results of all tables for its
 slice of the batch. In the backward graph, an all-to-all returns the gradients. Each pair of rank and table has one
-block. Blocks are sent by rank, then by table (``wire``).
+block. A site orders its blocks by rank, and the blocks of one rank by table (``wire``).
 """
 
 from __future__ import annotations

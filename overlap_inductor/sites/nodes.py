@@ -147,7 +147,7 @@ class SiteNodes(ABC):
     @abstractmethod
     def read_in_place(self) -> bool:
         """Whether nodes outside the site may read a node between the collectives and the site's results. If so, the
-        steps are written before the nodes that move down."""
+        steps are written before the nodes of ``Placement.sunk``."""
 
     @abstractmethod
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:

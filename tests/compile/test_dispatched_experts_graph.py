@@ -211,8 +211,8 @@ def test_a_near_miss(name: str) -> None:
 
 @pytest.mark.usefixtures("two")
 def test_one_exchange_returns_rows_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two exchanges bring rows to experts, and one exchange returns the product. The returning exchange belongs to the
-    site that is found first."""
+    """Two exchanges bring rows to experts. One exchange returns the elementwise product of the experts' two results.
+    The returning exchange belongs to the site that is found first."""
     monkeypatch.setattr(permutations, "is_permutation", lambda index: True)
 
     def run(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, i: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epilogues beside other sites, which could take the same nodes, move an epilogue's inputs, or read its result."""
+"""Epilogues beside other sites. Another site could take an epilogue's nodes, move its inputs, or read its result."""
 
 from __future__ import annotations
 

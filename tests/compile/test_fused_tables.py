@@ -63,7 +63,7 @@ def test_what_the_op_is_told(kind: str, joined: str, written: str) -> None:
 
     - how a bag is pooled: ``sum`` or ``mean``,
     - the order of the rows that go to one rank: by bag or by table,
-    - whether the backward reads other results of the lookups.
+    - whether the backward reads results of the lookups besides the pooled rows.
 
     The forward graph no longer holds the lookups. The backward's exchange stays as written.
     """

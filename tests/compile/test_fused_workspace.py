@@ -45,7 +45,7 @@ def workspace_of(report: OverlapReport, made: HandGraph) -> dict[str, list[list[
 def test_the_plan_requests_workspace() -> None:
     """Workspace of each pattern:
 
-    - gather: the gathered tensor, and a signal for each slice of each band;
+    - gather: the gathered tensor, and a signal for each slice along K of each band;
     - scatter: one shard for each source rank, rounded up to tiles of 128 rows, and a signal for each band;
     - all-reduce: twice the bytes and signals of a scatter.
     """

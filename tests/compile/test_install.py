@@ -145,7 +145,7 @@ def said_by(caplog: pytest.LogCaptureFixture, switch: Callable[[], Any]) -> list
 
 
 def test_enable_names_functions_that_are_already_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    """Such a function keeps running without overlap, so the user must be warned."""
+    """A function that was compiled before ``enable`` keeps its code, so ``enable`` must warn the user."""
     compiled = torch.compile(compiled_here)
     compiled(torch.ones(2, 2))
     (text,) = said_by(caplog, lambda: overlap_inductor.enable(schedule="ring"))

@@ -134,7 +134,7 @@ def test_the_order_of_splits_matters_too() -> None:
 
 @pytest.mark.parametrize("starts", [(0, 2, 4), (2, 0, 4), (0, 0, 4)])
 def test_scatter_by_slices(starts: tuple[int, int, int]) -> None:
-    """If the slices before a reduce-scatter are not in the order of the ranks, rows go to the wrong owner."""
+    """Slices before a reduce-scatter lead to a site only if they are joined in the order of the ranks."""
     with fake_group(3):
         made = HandGraph()
         y = made.view(made.mm(made.input(24, 16), made.input(16, 8, name="w")), 4, 6, 8)

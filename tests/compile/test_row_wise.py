@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-wise ops between a matmul and a collective. They give equal rows on the whole tensor and on slices of rows. A
-site with such an op is found. A schedule that cannot compute the op says why."""
+"""Sites with a row-wise op between a matmul and a collective, or with a batched or int8 matmul.
+
+A row-wise op gives equal rows on the whole tensor and on slices of rows. The sites are found. A schedule that cannot
+compute a site says why.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tests.support.row_wise_programs import arguments
 @pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in TRAINED])
 @pytest.mark.usefixtures("two")
 def test_site_is_found(name: str) -> None:
-    """If the pass did not know row-wise ops, each collective would be a near miss (``no_matmul`` or ``op_between``)."""
+    """If the pass did not know an op of the program, the collective would be a near miss."""
     function, _, (pattern, matmuls) = PROGRAMS[name]
     report = report_of(function, *arguments(name, 2, torch.Generator()))
     ((found, theirs, status),) = facts(report)
@@ -38,7 +41,7 @@ def test_site_is_found(name: str) -> None:
     ],
 )
 def test_other_schedules_refuse(name: str) -> None:
-    """A schedule that cannot compute the op must refuse the site. Otherwise it would drop the op."""
+    """A schedule that cannot compute a site must refuse the site. Otherwise the results would be wrong."""
     schedules = ("fused", "chunked", "wave_groups", "small_message")
     with fake_group(2), torch.no_grad():
         found = reports_by_fields(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that Inductor generates for a seam in bands. All bands share one kernel, so bands do not add to the time
-of the C++ compiler. A band's kernel reads rows through a pointer (``inductor.window``)."""
+"""The kernels that Inductor generates for a seam in bands. The bands of a seam share kernels, so further bands add no
+work for the C++ compiler. A band's kernel reads rows through a pointer (``inductor.window``)."""
 
 from __future__ import annotations
 
@@ -64,16 +64,17 @@ def test_bands_share_kernels() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_bands_of_four_ranks_share_kernels() -> None:
-    """The number of kernels does not depend on the number of bands. It is larger than for two ranks: Inductor joins the
-    activations of the pieces after the last wait, and a seam's first band is not computed in place."""
+    """The number of kernels does not depend on the number of bands. It is larger than for two ranks, for
+    two reasons. Inductor computes the activations of the pieces that follow the last wait in one kernel. And a seam's
+    first band is not computed in place."""
     few, many = _calls(2, 4), _calls(4, 4)
     assert len(few) == len(many) == 5, (few, many)
 
 
 @pytest.mark.usefixtures("alone")
 def test_each_band_is_summed_and_normed_by_one_kernel() -> None:
-    """The kernel of a band stands between the wait for the band and the send of its norm. Its sum is read again in the
-    second seam. The kernel stores the sum, so no later kernel adds the partial sums again."""
+    """The kernel of a band stands between the wait for the band and the send of the band's norm. The second seam reads
+    the band's sum again. The kernel stores the sum, so no later kernel adds the partial sums again."""
     lines = lines_of(
         _two_seams,
         (2 * ROWS, FEATURES),
@@ -92,7 +93,7 @@ def test_each_band_is_summed_and_normed_by_one_kernel() -> None:
 
 def _windows(tensor: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> str:
     """The generated code of matmuls that read the sines of two windows of ``tensor(x, w)``, which is ``[16, 8]``. The
-    first matmul keeps Inductor from computing both sines in one kernel."""
+    first matmul keeps Inductor from computing both sines in one kernel call."""
 
     def both(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         whole = tensor(x, w)
@@ -127,7 +128,7 @@ def test_the_memory_of_a_tensor_lives_as_long_as_its_windows() -> None:
 
 
 def test_two_windows_are_one_kernel_and_no_copy() -> None:
-    """One kernel computes the sines of both windows. The kernel's caller passes views of the rows."""
+    """One kernel, called twice, computes the sines of both windows. The kernel's caller passes views of the rows."""
     code = _windows(lambda x, w: x @ w)
     assert re.findall(r"reinterpret_tensor\(buf0, \(4, 8\), \(8, 1\), (\d+)\)", code) == ["96", "32"]
     assert code.count("async_compile.cpp_pybinding(") == 1

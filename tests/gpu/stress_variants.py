@@ -70,7 +70,7 @@ def _fused() -> list[Variant]:
         variant(GATHER, "sm_push", **BANDED, slices=1),
         variant(SCATTER, "", **BANDED),
         variant(REDUCE, "", **BANDED),
-        # By default, half of the blocks push if K is this small (``pushers_of``).
+        # K is small in all stress checks. So by default, half of the blocks would push (``pushers_of``).
         variant(REDUCE, "few push", parts=0, pushers=4),
         variant(GATHER, "slices", slices_tiles=fused_plan.NEVER),
         variant(GATHER, "copy_engine", copies_from=0),

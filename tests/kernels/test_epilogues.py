@@ -141,7 +141,7 @@ def test_an_invalid_program_becomes_no_code(program: Any) -> None:
     ],
 )  # fmt: skip
 def test_a_line_that_no_epilogue_needs_is_rejected_in_generated_source(line: str) -> None:
-    """``check_source`` must reject code that no epilogue needs, even in a source that ``source_of`` made."""
+    """The test adds the line to a source that ``source_of`` made. ``check_source`` must then reject the source."""
     own = kernels.source_of((((), (("neg", "x"),)),))
     kernels.check_source(own)
     with pytest.raises(ValueError, match="which no epilogue needs"):

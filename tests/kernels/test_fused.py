@@ -30,7 +30,7 @@ CALLS = 3
 @dataclass(frozen=True)
 class Case:
     """``CALLS`` calls in one slot of the workspace. Each call has one band and one piece more than the call before. If
-    ``parts`` is 0, a shard has as many bands as there are ranks in the first call, and one band in the second call.
+    ``parts`` is 0, the first call has one band per rank in each shard, and the second call has one band in each shard.
     Sites with different numbers of bands may share a slot, so a slot's flags must serve calls with any number of bands.
 
     Attributes:

@@ -204,7 +204,7 @@ def _other_weights(rank: int, world_size: int, trains: bool, schedule: str) -> t
     return with_and_without.off(found, exact), heard.texts, rewritten
 
 
-# Thorough only: ``test_same_inputs`` has such differences in layers that compile faster.
+# Thorough only: in ``test_same_inputs``, norm weights also differ between ranks, and the layers compile faster.
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_ranks_with_other_norms_run_the_plain_program(schedule: str) -> None:

@@ -112,7 +112,7 @@ def test_attention_of_plain_matmuls() -> None:
 
 
 def _lengths(rank: int, world_size: int, options: dict[str, Any], generated: bool) -> tuple[int, dict[str, float]]:
-    """``(graphs compiled, {sequence length: relative error})`` of one dynamic graph."""
+    """``(number of compiled graphs, {tokens of each rank: relative error})`` of calls with three sequence lengths."""
     compile_anew(kernels=False)
     torch.manual_seed(0)
     block = UlyssesAttention(16, 4, dist.group.WORLD)

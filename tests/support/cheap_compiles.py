@@ -38,7 +38,7 @@ def compile_cheaply() -> None:
     - Dynamo does not parse the files of traced functions. Only a log needs the result.
     - Dynamo writes a subexpression of a guard as often as it occurs. torch itself does so with very deep guards.
     - The random number states of all compiles share one empty tensor, as seed and as offset. No test functionalizes
-      random numbers, so nothing else is stored there.
+      random numbers, so no compile sets a seed or an offset.
     - Garbage collections do not visit the objects of torch's import. Higher thresholds also
       make them rarer. This costs little memory, because few objects of a compile are in cycles.
     - The C++ compiler optimizes kernels less. This halves the time to build a kernel.

@@ -39,7 +39,7 @@ these modules, too."""
 
 def compile_anew(kernels: bool = True) -> None:
     """Switch off the caches of graphs, so that every compile runs the passes. (``force_disable_caches`` would also make
-    each rank build kernels and probes again.)
+    each rank build its kernels again, and probe the C++ compiler again.)
 
     Without ``kernels``, generated code calls ATen for each op, so that no C++ kernel is built. This serves tests that
     do not depend on what Inductor fuses.

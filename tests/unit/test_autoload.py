@@ -91,9 +91,9 @@ def test_switched_off_it_does_nothing(dynamo_base: ForkBase, installed: Path, va
 def test_switched_on_it_waits_for_the_config_module_and_its_log_is_known(installed: Path) -> None:
     """The pass is in the slot as soon as Inductor's config module exists. ``autoload`` imports no heavy module.
 
-    From torch 2.13 on, the entry point registers the log's name before torch reads TORCH_LOGS. An older torch does not
-    know the name. If TORCH_LOGS has the name, an older torch imports all sub-packages of this package. The programs run
-    in new interpreters, because a fork cannot show what ``import torch`` imports.
+    From torch 2.13 on, the entry point registers the log's name before torch reads TORCH_LOGS. An older torch reads
+    TORCH_LOGS before it calls the entry point. If TORCH_LOGS has the name, an older torch imports all sub-packages of
+    this package. The programs run in new interpreters, because a fork cannot show what ``import torch`` imports.
     """
     got = value(None, AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1", TORCH_LOGS="+overlap_inductor")
     assert got["found"] == ["torch._inductor.config"]

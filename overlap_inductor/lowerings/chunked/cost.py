@@ -36,7 +36,7 @@ class ChunkedCost:
             pays. It is the larger of the first constant and of the second constant times the number of peers. Late
             peers may cost this much.
         replay_tiles: a replayed call on W ranks needs W times this many tiles, but never more than
-            ``Machine.least_tiles``. With smaller chunks, most SMs are idle.
+            ``Machine.least_tiles``. A chunk with fewer tiles than ``replay_tiles`` leaves most SMs idle.
     """
 
     exposed: tuple[float, float, float, float] = (0.12, 0.1, 0.36, 0.25)
@@ -72,7 +72,7 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
     - the longer of matmul and transfers
     - an exposed fraction of the shorter one
     - the exposed part of the copy of the gathered tensor
-    - the copy of what an all-to-all after the matmuls delivers, because nothing runs beside it
+    - for an all-to-all after the matmuls: the copy out of the workspace, which nothing hides
     - a fixed cost for each leg
     """
     if sizes.contracted:

@@ -79,7 +79,7 @@ class EarlyStart:
         return None
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Does nothing: a rewrite adds few nodes."""
+        """Changes no decision: a rewrite adds too few nodes to matter for the graph's budget of nodes."""
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> None:
         return None

@@ -41,7 +41,7 @@ class Lookups:
         offsets: where each bag begins, in the dtype of ``indices``. Empty: each index is a bag.
         samples: weights of the indices, in the dtype of the tables.
         padding: the padding index of each table, or -1.
-        bags: bags of each table, in the slices of all ranks together.
+        bags: number of bags of each table, counted over the slices of all ranks.
         mean: bags are averaged, not summed.
         last_offset: ``offsets`` has one more element than there are bags.
         rows_first: what one rank sends to another is ordered by bag, then by table. If False: by table, then by bag.

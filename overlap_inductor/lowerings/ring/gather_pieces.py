@@ -2,7 +2,7 @@
 """Write the matmuls that read a gathered tensor, and their epilogue, for one piece of the tensor at a time.
 
 Contract: this rank's own shard comes first, as a whole or (``unrolled_bands``) in sub-chunks. The other pieces may come
-in any order. For the shard of rank ``r + shift``, or a part of it::
+in any order. This rank is rank ``r``. These nodes are written for the shard of rank ``r + shift``, or a part of it::
 
     operand = f(piece)                       # the nodes between the collective and the matmul
     y[r + shift][part] = operand @ w         # B, M or N gathered: ``assemble`` joins the pieces of y
@@ -99,8 +99,8 @@ class Consumer:
             self.pieces.append(Piece(piece, shift, block, cross_start))
             return
         # Without a crossing dim, total -1 adds up all pieces. With a crossing dim, total -1 is the product of the own
-        # shard, if that shard comes as a whole. Total ``part`` then starts as part ``part`` of total -1. Sub-chunk
-        # ``part`` of every other shard is added to total ``part``.
+        # shard, if that shard comes as a whole. Total ``part`` then starts as a slice of total -1: the slice that
+        # sub-chunk ``part`` computes. Sub-chunk ``part`` of every other shard is added to total ``part``.
         band = part if cross_length is not None and part is not None else -1
         total = self.totals.get(band)
         if total is None and band >= 0 and -1 in self.totals:
@@ -198,7 +198,7 @@ class EpiloguePieces:
     def finish(self) -> dict[fx.Node, fx.Node]:
         results = {}
         for node, pieces in self.pieces.items():
-            # A matmul of the output's width places the pieces.
+            # The pieces are joined like those of a matmul whose result has the output's width.
             width = tools.shape(node)[-1]
             consumer = next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
             whole = consumer.assemble(pieces)

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the sums of experts' rows, and the reduction of the sums, as one looping op.
 
-The op computes the steps of one grouped matmul (``sites.row_steps``) by a ``RowProgram``, sums each token's rows, and
-reduces the sums over the ranks.
+The steps of a grouped matmul are the ops that compute experts' rows (``sites.row_steps``). The looping op
+
+- takes rows by number
+- runs the other steps of one grouped matmul as a ``RowProgram``
+- sums each token's rows
+- reduces the sums over the ranks
 """
 
 from __future__ import annotations

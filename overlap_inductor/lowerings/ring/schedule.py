@@ -238,8 +238,8 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     - Ranks may count different numbers of pointwise ops for a site, although each count is rounded down to a multiple
       of 8.
 
-    Their plans are still equal if they send the same pieces, of the same values, on the same route. If plans differ,
-    all ranks run the graph without overlap.
+    The ranks' plans are still equal if the ranks send the same pieces, of the same values, on the same route. If plans
+    differ, all ranks run the graph without overlap.
     """
     mover = moving_pass()
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}

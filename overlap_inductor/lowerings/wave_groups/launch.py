@@ -4,17 +4,17 @@ beside it (FlashOverlap, arXiv 2504.19519).
 
 Planning. All ranks plan a site together at its first call, with the first rank's measurements:
 
-1. Measure the collective's curve (seconds by bytes), once for each process group, transport and kind of collective.
-2. Time the matmul with each number of free SMs in ``WaveParameters.free``.
+1. Time the matmul with each number of free SMs in ``WaveParameters.free``.
+2. Measure the collective's curve (seconds by bytes), once for each process group, transport and kind of collective.
 3. For each of these numbers, partition the matmul's bands (``best_partition``), and time the whole call. Keep the
    fastest.
 
 Sites whose matmuls look alike on the first rank share a plan. On another rank, these matmuls may differ in inner size
 or bias. The plan fits these matmuls too, because a partition cuts only rows.
 
-Loading. Loading a kernel waits for the device, where another kernel may be waiting for a matmul. So the first call
-loads every kernel before any of them waits. A matmul of another inner size or bias is loaded before any kernel of its
-call waits.
+Loading. Loading a kernel waits for the device. If a kernel on the device waits for a matmul that is only launched after
+the loading, this is a deadlock. So the first call loads every kernel before any of them waits. A matmul of another
+inner size or bias is loaded before any kernel of its call waits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ TABLE_WORDS = 32
 TABLES = 4096
 """Largest number of partitions of a process group."""
 POISONED_AT_ONCE = 256
-"""Elements that the waiting warp overwrites at once after an abort: 16 bytes for each thread."""
+"""Elements that the waiting warp overwrites in one step, after an abort: 16 bytes for each thread."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class WavePlan:
 @dataclass
 class GroupWaves:
     """What the calls of one process group share on one device. ``chosen`` and ``first_ranks`` have the same keys on all
-    ranks, so all ranks decide together.
+    ranks. So if a plan is missing, it is missing on all ranks, and all ranks make it together.
 
     Attributes:
         queue, counters: see ``kernels.wave_groups``; zero between calls.
