@@ -151,7 +151,7 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
     outcomes = []
     for fields in ({}, {"sub_chunks": 2} if rank else {}):
         torch._dynamo.reset()
-        backend = interpreted(OverlapConfig(schedule="ring", agreement_timeout=5, **fields), [])
+        backend = interpreted(OverlapConfig(schedule="ring", agreement_timeout=3, **fields), [])
         compiled = torch.compile(_site(group), backend=backend, dynamic=False)
         outcomes.append(_outcome(lambda compiled=compiled: compiled(*_inputs(rank))))
     return outcomes
@@ -175,7 +175,7 @@ def test_one_rank_alone_compiles_again() -> None:
 def _peer_dies(rank: int, world_size: int, first_call: bool) -> tuple[str, str, float]:
     group = _group()
     compiled = torch.compile(
-        _site(group), backend=interpreted(OverlapConfig(schedule="ring", agreement_timeout=5), []), dynamic=False
+        _site(group), backend=interpreted(OverlapConfig(schedule="ring", agreement_timeout=3), []), dynamic=False
     )
     inputs = _inputs(rank)
     if not first_call:
@@ -185,7 +185,7 @@ def _peer_dies(rank: int, world_size: int, first_call: bool) -> tuple[str, str, 
         os._exit(9)
     outcome = _outcome(lambda: compiled(*inputs))
     # Rank 0's process holds the store, which the other survivor still reads.
-    time.sleep(5 if rank == 0 else 0)
+    time.sleep(3 if rank == 0 else 0)
     return outcome
 
 
