@@ -36,9 +36,6 @@ def compile_cheaply() -> None:
 
     - Dynamo does not time a graph's guards. To time them, it would write 256 MB to empty the processor's caches.
     - Dynamo does not parse the files of traced functions. Only a log needs the result.
-    - Dynamo writes a subexpression of a guard as often as it occurs. torch itself does so with very deep guards.
-    - The random number states of all compiles share one empty tensor, as seed and as offset. No test functionalizes
-      random numbers, so no compile sets a seed or an offset.
     - Garbage collections do not visit the objects of torch's import. Higher thresholds also
       make them rarer. This costs little memory, because few objects of a compile are in cycles.
     - The C++ compiler optimizes kernels less. This halves the time to build a kernel.
@@ -49,8 +46,6 @@ def compile_cheaply() -> None:
 
     torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
     torch._dynamo.symbolic_convert.get_funcname = lambda filename, line: None
-    torch._dynamo.guards.PyExprCSEPass = _RepeatedExpressions
-    _share_empty_random_state()
     flags = torch._inductor.cpp_builder._get_optimization_cflags
     if flags.__module__ != __name__:
 
@@ -63,27 +58,3 @@ def compile_cheaply() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-
-
-class _RepeatedExpressions:
-    """Takes the place of ``PyExprCSEPass``, which parses and unparses each expression many times."""
-
-    def count(self, expressions: list[str]) -> None:
-        pass
-
-    def replace(self, expression: str) -> tuple[list[str], str]:
-        return [], expression
-
-
-def _share_empty_random_state() -> None:
-    import torch
-    from torch._decomp.decompositions_for_rng import PhiloxState
-
-    empty = torch.tensor(())
-
-    def reset(self: PhiloxState) -> None:
-        self.seed = self.base_offset = empty
-        self.relative_offset = 0
-        self.offset_advanced_at_least_once = False
-
-    PhiloxState.reset = reset

@@ -31,7 +31,6 @@ PRELOADED_MODELS = [
     "transformers.models.llama.modeling_llama",
     "transformers.integrations.tensor_parallel",
     "accelerate",
-    "tests.support.warm_models",
 ]
 """If the process that starts ranks has imported ``transformers``, some ranks run models. The fork server then imports
 these modules, too."""
