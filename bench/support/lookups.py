@@ -17,7 +17,8 @@ class LookupCase:
 
     Attributes:
         tables: tables of each rank.
-        batch: number of bags that a rank looks up in each table. The all-to-all divides the bags among the ranks.
+        batch: bags (or indices, without bags) that a rank looks up in each table. The all-to-all divides them among the
+            ranks.
         width: elements of a row.
         pooling: indices of a bag. 0: there are no bags, and each index gives one row (``embedding``).
         height: rows of a table.
@@ -97,7 +98,7 @@ class LookupSite:
         return funcol.wait_tensor(funcol.all_to_all_single(pooled, None, None, self.group))
 
     def expected(self) -> torch.Tensor:
-        """The right result: sums in fp64, one table after the other, exchanged by the group's backend."""
+        """The right result: rows or their sums or means in fp64, table by table, exchanged by the group's backend."""
         pooled = []
         for n, table in enumerate(self.tables):
             wide, indices = table.double(), self.indices[n]

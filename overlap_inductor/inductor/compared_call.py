@@ -133,8 +133,8 @@ class ComparedCall:
         if outcome.overlapped and (outcome.fresh or new or not self.ready):
             failure = "" if self.ready else self._prepare(inputs)
             failure = failure or (self._inputs_differ(inputs) if outcome.fresh or new else "")
-            # If only this rank has compiled an agreed plan again, no other rank calls ``also``, so this rank must not.
-            # ``_prepare`` then needs no other rank, because the workspace already holds the plan's part.
+            # If only this rank has compiled an agreed plan again, no other rank calls ``also``. So this rank must not
+            # call it. ``_prepare`` then asks no other rank, because the workspace was prepared for this plan before.
             outcome = comparison.also(failure) if outcome.fresh or new or failure else outcome
             self.ready = self.ready or outcome.overlapped
             for group, indices in self.parameters.items() if outcome.overlapped else ():

@@ -94,8 +94,8 @@ def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
 
 
 def read_writes(original: Callable[..., Any], buffer: Any) -> Any:
-    """Around ``ComputedBuffer.get_read_writes``: return what ``compute_dependencies`` noted for the buffer, if
-    anything."""
+    """Around ``ComputedBuffer.get_read_writes``: return what ``compute_dependencies`` noted for the buffer. For a
+    buffer without a note, return what Inductor computes."""
     found = V.graph.__dict__.get(_ACCESSES, {}).get(id(buffer))
     return original(buffer) if found is None else found
 

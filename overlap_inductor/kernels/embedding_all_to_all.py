@@ -30,7 +30,8 @@ Forward progress. A piece waits only for its peer's credit, which depends only o
 copy only after running blocks have claimed all pieces of its rank. So all pieces end, and then all copies, even with
 one resident block on each rank.
 
-Aborts. If the abort word is set, nothing is stored to peers or signalled, and copied words become NaN.
+Aborts. A block looks at the abort word once for each piece. If the word is set, the piece is neither stored to the peer
+nor signalled, and copied words become NaN.
 
 CUDA graphs. Addresses of tensors and numbers of indices are read from ``facts``. In a captured graph, an earlier node
 writes ``facts`` from host memory that is never changed or freed (``lowerings.fused.table_calls``).
@@ -95,7 +96,7 @@ def _look_up(
     wrong = tl.zeros((BAGS,), tl.int32)
     padded = tl.zeros((BAGS,), tl.int32)
     for start in range(0, tl.max(length), UNROLL):
-        # All loads come first, so that their latencies overlap.
+        # The loads of all rows come first, so that their latencies overlap.
         found = ()
         for step in tl.static_range(UNROLL):
             there = start + step < length
@@ -215,7 +216,7 @@ def embedding_all_to_all(
     result = out.to(tl.pointer_type(tl.int32), bitcast=True)
     copying = True
     while copying:
-        # A multiple of four, so the compiler knows that no mask ends inside a vector.
+        # The sizes are written as multiples of four, so the compiler knows that no mask ends inside a vector.
         copying = receive_piece(
             result, staging, queues + 1, flags, call, stop, patience, site, rank, signals,
             1, COPIES, slot_vectors * 4, slot_vectors * 4, slot_vectors * 4,

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring rows into the ranks' order, for every site that is written as one op.
+"""Bring rows or columns into the ranks' order, for sites that are written as one op.
 
-In the *ranks' order*, the rows of rank 0 come first, then those of rank 1, and so on. The ops of some schedules compute
-2-D matmuls with rows in this order. Other sites are brought into this form:
+In the *ranks' order*, the rows of rank 0 come first, then those of rank 1, and so on. Most of the ops compute 2-D
+matmuls with rows in this order. If a site's rows have another order, or its columns are cut, the graph around the op
+changes:
 
 - Rows in the order ``[outer, rank, chunk]`` are permuted: in the result after a gather, in the left operand before a
   scatter.
-- If columns are cut, the op computes the transposed product. Its result is transposed and copied. The vendor's matmul
+- For cut columns, most ops compute the transposed product. Its result is transposed and copied. The vendor's matmul
   reads transposed operands in place; a Triton kernel may need a copy (``operands.left_operand``).
+- Two kinds of ops take cut columns as they are: ops for matmuls before an all-to-all, and the ring's looping op for
+  gathers. For these ops, columns are permuted like rows.
 
 For a cut contracted dim, there are other ops (``lowerings.ring.looped_gather``, ``one_op.exchange_rows``).
 """
@@ -32,8 +35,8 @@ overlap = torch.ops.overlap_inductor
 
 PLAIN: tuple[str, ...] = ("mm", "addmm")
 SCALED: tuple[str, ...] = ("scaled_mm",)
-"""Kinds of matmuls (``MatmulNode.kind``). One op computes either kinds in ``PLAIN`` or kinds in ``SCALED``, never both.
-The ring's looping ops compute no kinds in ``SCALED``."""
+"""Kinds of matmuls (``MatmulNode.kind``). No op computes both a kind in ``PLAIN`` and a kind in ``SCALED``. The ring's
+looping ops compute no kind in ``SCALED``."""
 CONTRACTION = (
     "a matmul contracts the dim that is divided among the ranks; expected it among the matmul's rows or columns"
 )

@@ -4,7 +4,7 @@
 Only views, pieces and joins of pieces may stand between the gather and the node. One gather may move several tensors,
 and each reader takes a part. In this example, each of R ranks has s keys and values::
 
-    both = wait_tensor(all_gather(stack([k, v])))           # [R 2, batch, heads, s, width]
+    both = wait_tensor(all_gather(stack([k, v])))           # [R * 2, batch, heads, s, width]
     k = cat([select(piece, 0, 0) for piece in split(both, 2)], dim=2)
     ->  k is the first of the 2 tensors in each rank's shard; the ranks' parts follow each other in dim 2
 """

@@ -8,8 +8,8 @@ Contract: ``graph`` is a functional post-grad graph. The pass changes it in plac
 - It erases gathers of the sequence-parallel rewrite that this graph does not read.
 
 If the rewrite of a site fails, the graph is restored and the other sites are tried again. The pass does not
-communicate: its decisions depend only on facts that all ranks share. The ranks compare their plans before data moves
-(``inductor.compared_call``, op ``agree``). Pseudo-code::
+communicate. Ranks with equal graphs and settings decide alike. The graphs of ranks may differ. So the ranks compare
+their plans before data moves (``inductor.compared_call``, op ``agree``). Pseudo-code::
 
     sites  = find(graph)                                  # whatever ops the graph writes them with
     legal  = [s for s in sites if refuse(s) is None]      # may it be rewritten?

@@ -13,8 +13,9 @@ calling thread inside one collective:
 * Outside of graphs, it reports the *place* that the rank has reached (``call_place``). The report is a promise: this
   rank joins no call that begins before this place. A rank that waits in such a call runs its plain program. The
   reporting rank skips the call (``call_board.skip``).
-* In a call, it reports the call's number. Another rank may have skipped this call, because that rank seems to have run
-  the call uncompiled. But then the call's collectives would have ended. So the report shows that the skip was wrong.
+* In a call, it reports the call's number. Another rank may have skipped this call: by the other rank's counts, it ran
+  the call uncompiled. If it had, this rank would no longer be inside a collective of the call. So the report shows that
+  the skip was wrong.
 
 Reports go to the group's store. One lock is held while a report is made, and while a call is counted. So once a rank
 has counted a call, it reports nothing from before the call.
@@ -58,8 +59,8 @@ class Watched(Protocol):
         issued nothing since, or is not inside a collective."""
 
     def inside(self) -> tuple[int, int] | None:
-        """The call's number and the backend's count, if this rank is inside a collective of a call; otherwise
-        ``None``."""
+        """``(the call's number, how many collectives the backend has counted)``, if this rank is inside a collective of
+        a call; otherwise ``None``."""
 
 
 _STATES: list[weakref.ref[Watched]] = []

@@ -50,8 +50,8 @@ class Outcome:
 
 YES, NO = Outcome(True), Outcome(False)
 DIFFERENT, APART = "0", "x"
-"""Two verdicts besides ``EQUAL`` and ``ONCE``. ``DIFFERENT``: all ranks run the plain program. ``APART``: the ranks
-also disable overlap for the plan's groups."""
+"""Two verdicts about a plan, besides ``EQUAL`` and ``ONCE``. ``DIFFERENT``: all ranks run the plain program. ``APART``:
+the ranks also disable overlap for the plan's groups."""
 
 
 def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> Outcome:
@@ -64,7 +64,7 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     Raises:
         AgreementError: the ranks can neither all overlap nor all run the plain program, or a rank gave no verdict in
             time.
-        StrictError: the plans differ, in mode ``strict``.
+        StrictError: in mode ``strict``, the ranks do not all overlap the plan.
     """
     call_board.publish(states, plan)
     begun = time.monotonic()
@@ -96,7 +96,7 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
         ranks = ", ".join(map(str, sorted(set(absent))))
         verdict = (
             ONCE,
-            f"rank {ranks} issued collectives outside of graphs where rank {dist.get_rank()} calls this graph."
+            f"where rank {dist.get_rank()} calls this graph, rank {ranks} issued collectives outside of graphs."
             f" Rank {ranks} probably ran the graph uncompiled, because Dynamo's recompile limit was reached there."
             " (TORCH_LOGS=recompiles names the guards that differ.)",
         )
@@ -291,7 +291,7 @@ def one_round(
         kind: distinguishes several series of rounds of one call.
 
     Raises:
-        AgreementError: a rank published its value but no verdict in time.
+        AgreementError: a rank published its value but no verdict in time, or went on without this rank.
     """
     for state in states:
         call_board.say(state, number, "".join(verdict), kind)

@@ -2,8 +2,8 @@
 """``PooledNodes``: lookups -> all-to-all. ``GradientNodes``: all-to-all -> gradients of the tables.
 
 Each rank looks up the whole batch in its own tables. The all-to-all gives each rank the results of all tables for its
-slice of the batch. In the backward graph, an all-to-all returns the gradients. Each pair of rank and table has one
-block. A site orders its blocks by rank, and the blocks of one rank by table (``wire``).
+slice of the batch. In the backward graph, an all-to-all returns the gradients. A *block* holds the results or gradients
+of one table for one rank's slice. A site orders its blocks by rank, and the blocks of one rank by table (``wire``).
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class PooledNodes(TableNodes):
         parts: for each table, the tensor that the ``cat`` joins.
         between: the nodes between the parts and the collective, in graph order.
         sent, received: layouts of the collective's input and result, in the atoms of ``wire``.
-        by_rank: whether the site looks up one rank's slice of the batch at a time. If not, one table at a time.
+        by_rank: whether the site looks up one rank's slice of the batch at a time. If not, the site looks up the whole
+            batch, in one group of tables at a time.
     """
 
     parts: list[fx.Node]
@@ -175,8 +176,8 @@ class GradientNodes(TableNodes):
 
 
 def _looked_up(lookup: LookupNode) -> int:
-    """Bytes that a lookup reads and writes. The mean number of rows of a bag is rounded to a power of two, to be equal
-    on all ranks."""
+    """Bytes that a lookup reads and writes. The mean number of rows of a bag may differ between ranks. So the mean is
+    rounded to a power of two, which is usually the same on all ranks."""
     bags, width = hint(lookup.bags), hint(tools.shape(lookup.rhs)[-1])
     each = hint(tools.numel(tools.shape(lookup.lhs))) / max(bags, 1)
     rows = 2 ** round(math.log2(each)) if each >= 1 else 1

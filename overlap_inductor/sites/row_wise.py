@@ -72,7 +72,7 @@ def result(node: fx.Node, layouts: Mapping[fx.Node, Layout]) -> RowWise:
         layouts: the layouts of tensors that are computed from the gathered tensor.
 
     Raises:
-        LayoutError: ``node`` is not row-wise; the message says why.
+        LayoutError: ``node`` cannot be shown to be row-wise; the message says why.
     """
     if operators.has_tag(node, torch.Tag.nondeterministic_seeded):
         raise LayoutError(f"{node.target} draws random numbers for the whole tensor")

@@ -169,8 +169,8 @@ def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
     ],
 )
 def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: list[str]) -> None:
-    """Only zeros after all rows may be dropped, and only if the matmul gives rows of zeros for operand rows of
-    zeros."""
+    """The pass drops the padding of the pieces only under two conditions. The padding is zeros after all rows. And the
+    matmul gives rows of zeros for operand rows of zeros, so it adds no bias."""
     with fake_group(2):
         made = HandGraph()
         x, w = made.input(7, 16), made.input(16, 8, name="w")

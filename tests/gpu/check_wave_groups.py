@@ -57,8 +57,9 @@ def site(
 
 
 def numbers(rank: int, world_size: int) -> list[str]:
-    """Compare results with fp64. Some sizes are not multiples of a tile. The partition of the bands into groups
-    is given, or the predictor chooses it. Some calls add a bias, and some average. Returns the problems."""
+    """Compare results with fp64. Some sizes are not multiples of a tile. The settings give the partition of the bands
+    into groups of waves, or the schedule's predictor chooses this partition. Some calls add a bias. Some calls average
+    over the ranks, the others sum. Returns the problems."""
     problems = []
     for pattern in PATTERNS:
         for rows, inner, columns, settings in [

@@ -122,8 +122,8 @@ def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str,
 
 
 def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of sites of llama3-70b's MLP, with the epilogue in the fused kernel or in Inductor's kernel after
-    it."""
+    """Microseconds of sites with the sizes of llama3-70b's MLP. The epilogue is in the fused kernel, or in Inductor's
+    kernel after it."""
     found = {}
     for tokens in (2048, 8192):
         for name, (function, _, inputs, _) in _sites(world_size, tokens, 8192, 28672 // world_size).items():
@@ -168,8 +168,8 @@ def weight_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, f
 
 
 def _widest_alone(call: Callable[[], Any]) -> Any:
-    """Make ``call`` with a kernel for the widest weight only, followed by vendor matmuls. Each call asks
-    ``in_one_launch`` which weights share the launch."""
+    """Run ``call`` so that the fused kernel multiplies the widest weight only, and vendor matmuls the others. Each call
+    asks ``in_one_launch`` which weights share the launch."""
     together = fused_plan.in_one_launch
     fused_plan.in_one_launch = lambda rhs: [max(range(len(rhs)), key=lambda i: rhs[i].shape[1])]
     try:

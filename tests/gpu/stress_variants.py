@@ -85,8 +85,8 @@ def _fused() -> list[Variant]:
 
 
 def _chunked() -> list[Variant]:
-    """In a way with a transport's name, this transport moves the rows in three chunks. In way ``in turn``, copies of
-    whole shards or bands take turns."""
+    """If a way has the name of a transport, this transport moves the rows in three chunks. If the way is ``in turn``,
+    copies of whole shards or bands take turns."""
     ways: dict[str, dict[str, Any]] = {
         "copy_engine": {"transport": "copy_engine", "chunks": 3},
         "sm_push": {"transport": "sm_push", "chunks": 3},

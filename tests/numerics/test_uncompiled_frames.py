@@ -157,7 +157,7 @@ def test_a_site_runs_uncompiled_on_one_rank(world_size: int, as_on_gpus: bool, k
         assert result["problems"] == [] and result["apart"] == "" and result["seconds"] < 60, result
         assert result["overlapped"] == [True] * STEPS, result
     warnings = [w for r in results for w in r["warnings"]]
-    assert len(warnings) == 1 and "rank 0 issued collectives outside of graphs" in warnings[0], results
+    assert len(warnings) == 1 and "rank 0 issued collectives outside of graphs." in warnings[0], results
 
 
 def _noisy(rank: int, world_size: int, differs: bool) -> dict[str, Any]:

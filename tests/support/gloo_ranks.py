@@ -32,8 +32,8 @@ PRELOADED_MODELS = [
     "transformers.integrations.tensor_parallel",
     "accelerate",
 ]
-"""If the process that starts ranks has imported ``transformers``, some ranks run models. The fork server then imports
-these modules, too."""
+"""If the process that starts ranks has imported ``transformers``, some ranks probably run models. The fork server then
+imports these modules, too."""
 
 
 def compile_anew(kernels: bool = True) -> None:
@@ -78,7 +78,7 @@ def _main(
         if grouped and alive:
             dist.barrier()
             dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001  (the parent raises it)
+    except BaseException:  # noqa: BLE001  (the parent reports it)
         result = False, traceback.format_exc()
     torch.save(result, os.path.join(folder, f"{rank}.pt"))
 
@@ -101,10 +101,11 @@ def run_ranks(
         grouped: if ``False``, there is no process group at first, as in a script under ``torchrun``.
 
     Raises:
-        AssertionError: a rank raised, died or did not end within ``timeout`` seconds; the message holds the tracebacks.
+        AssertionError: a rank did not end within ``timeout`` seconds after the rank before it. Without
+            ``expect_failure`` also: a rank raised or died. The message holds the tracebacks.
     """
-    # Ranks are forked from a clean process that has done the imports, which saves each rank six seconds. In a run of
-    # pytest, this process is a fork of the process that has collected the tests (``rank_server``).
+    # With ``warm``, ranks are forked from a fork server, which has done the imports. This saves each rank six seconds.
+    # In a run of pytest, the fork server is a fork of the process that has collected the tests (``rank_server``).
     context = mp.get_context("forkserver" if warm else "spawn")
     if warm:
         context.set_forkserver_preload(preloaded())

@@ -64,7 +64,7 @@ def check_uneven(
     - the problems on this rank;
     - the number of overlapped sites by pattern;
     - the number of programs that ran without overlap because ranks differed;
-    - the number of programs whose text or inputs differ between ranks.
+    - the number of programs whose text or shapes of inputs differ between ranks.
     """
     compile_anew()
     problems, overlapped, fell_back, differ = [], Counter[str](), 0, 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does the one-time work of a first compile in the process from which warm ranks are forked.
 
-With a torch that has GPU support, a backward would start a thread for each device, and no process could be forked. So
-with such a torch, only forwards run. With any other torch, backwards run, too.
+With a torch that was built for CUDA or ROCm, a backward would start a thread for each device, and no process could be
+forked. So with such a torch, only forwards run. With any other torch, backwards run, too.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_ranges() -> None:
 
 
 def test_a_common_name_never_names_a_layer_that_is_not_there() -> None:
-    """Two numbers vary, and one combination is missing, so ``layers.{0,1}.experts.{0,1}`` would be wrong."""
+    """Two numbers vary, and one combination is missing, so ``layers.{0..1}.experts.{0..1}.w`` would be wrong."""
     names = [f"layers.{i}.experts.{j}.w" for i, j in [(0, 0), (0, 1), (1, 0)]]
     assert [name for name, _ in common_names(names)] == ["layers.0.experts.{0..1}.w", "layers.1.experts.0.w"]
     full = [f"layers.{i}.experts.{j}.w" for i in range(4) for j in range(2)]

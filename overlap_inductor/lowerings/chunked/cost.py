@@ -28,8 +28,8 @@ class ChunkedCost:
         ranks / exchange_ranks: largest group measured, and largest group measured with all-to-alls.
         copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs (2 H200s).
         host_seconds / peer_seconds: host time of a call's launches, and of each peer of a leg.
-        gain_seconds: smallest gain over ``keep`` for which a call pays. A smaller gain does not make a host-bound model
-            faster.
+        gain_seconds: smallest gain over ``keep`` for which a call pays, if it is not replayed. A smaller gain does not
+            make a host-bound model faster.
         replay_seconds: host time of a replayed call, which is one CUDA graph.
         band_tiles: fewest tiles of a band in ``contracted_launch``: the number of SMs of an H200.
         replay_gain_seconds / replay_gain_peer_seconds: smallest gain over ``keep``, per leg, for which a replayed call

@@ -27,9 +27,10 @@ from overlap_inductor.transports.transport import Share
 
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
 """Copies of pieces of at least this many bytes take turns. ``TURNS_FROM_GATHERED`` is for ``GATHERS`` (but not for
-contracted dims), ``TURNS_FROM`` for other sites. On 8 H200s, turns raise the rate of pieces of 8 MiB by 12 %, but not
-the rate of pieces of 4 MiB. A gather of shards of 8 MiB takes 7 % longer with turns. From 16 MiB on, turns shorten a
-gather by 10 % with the host in the loop, and change nothing with the host hidden."""
+contracted dims), ``TURNS_FROM`` for other sites. On 8 H200s, turns raise the rate of 21 pieces of 8 MiB by 12 %, but
+not the rate of 21 pieces of 4 MiB. In a gather, a rank sends its shard only 7 times. With shards of 8 MiB, the gather
+takes 7 % longer with turns. From 16 MiB on, turns shorten a gather by 10 % with the host in the loop, and change
+nothing with the host hidden."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile."""
 Range = tuple[int, int]
@@ -50,9 +51,9 @@ class ChunkedParameters:
     Attributes:
         sms: SMs of the device.
         transport: name of a ``PeerCopies`` transport, or ``auto``: the fastest for a call's pieces.
-        chunks: number of chunks of other ranks' rows. The chunks have about the same size. 0: a gather has one chunk;
-            in other patterns, one matmul computes all rows of a band. ``None``: ``chunked.sizes`` chooses the number
-            and the sizes of the chunks.
+        chunks: number of chunks of other ranks' rows. The chunks have about the same size. 0: a site of the patterns
+            ``GATHERS`` has one chunk; in other patterns, one matmul computes all rows of a band. ``None``:
+            ``chunked.sizes`` chooses the number and the sizes of the chunks.
         sizes: sizes of the chunks in shards, instead of ``chunks``.
         bands: bands of rows in an all-reduce, or in an all-to-all before matmuls that contract the exchanged dim. 0:
             ``fitted`` or ``fitted_bands`` chooses the number. Other sites have one band.
@@ -165,7 +166,7 @@ def fitted_bands(world_size: int, rows: int, columns: int, row_bytes: int, p: Ch
     occupy all SMs, at most ``MOST_BANDS``.
 
     Args:
-        rows: rows of a slice, of the operand and of the result.
+        rows: rows of a slice. The operand and the result have the same number of rows.
         columns: N, of all matmuls together.
         row_bytes: bytes of a slice's row.
     """

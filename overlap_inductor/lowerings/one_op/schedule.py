@@ -84,7 +84,8 @@ class OpPlan(Protocol):
         ...
 
     def parameters_of(self, settings: str, blocks: int) -> Any:
-        """The op's parameters. ``settings``: a plan's settings as JSON text. ``blocks``: SMs of the device."""
+        """The op's parameters. ``settings``: a plan's settings as JSON text. ``blocks``: SMs of the device. Sizes of
+        workspaces do not depend on it."""
         ...
 
 
@@ -304,7 +305,7 @@ class OneOpSchedule:
     def written(
         self, emit: StepEmitter, site: OverlapSite, name: str, scales: list[tuple[Any, ...]], *own: Any
     ) -> tuple[fx.Node, Replaced]:
-        """Write the site as op ``<schedule>_<name>``, or ``<schedule>_sum_<name>`` for a sum of matmuls.
+        """Write the site as op ``<schedule>_<name>``, or as another op of the schedule (see the module's docstring).
 
         Args:
             scales: the scale arguments of each matmul (``scaled.terms``); empty for plain matmuls.

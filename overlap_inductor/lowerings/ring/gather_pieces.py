@@ -98,9 +98,9 @@ class Consumer:
             annotate_new(emit, piece)
             self.pieces.append(Piece(piece, shift, block, cross_start))
             return
-        # Without a crossing dim, total -1 adds up all pieces. With a crossing dim, total -1 is the product of the own
-        # shard, if that shard comes as a whole. Total ``part`` then starts as a slice of total -1: the slice that
-        # sub-chunk ``part`` computes. Sub-chunk ``part`` of every other shard is added to total ``part``.
+        # Without a crossing dim, total -1 adds up all pieces. With a crossing dim, total ``part`` adds up sub-chunk
+        # ``part`` of every shard. If the own shard comes as a whole, its product is total -1. Total ``part`` then
+        # starts as a slice of total -1. This slice has the range of sub-chunk ``part`` along the crossing dim.
         band = part if cross_length is not None and part is not None else -1
         total = self.totals.get(band)
         if total is None and band >= 0 and -1 in self.totals:

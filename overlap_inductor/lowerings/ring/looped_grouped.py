@@ -85,7 +85,13 @@ def _operands(matmul: GroupedMatmul) -> tuple[list[fx.Node], Operands]:
 
 
 def _matmul(nodes: ReduceNodes) -> GroupedMatmul | None:
-    """The grouped matmul, if the site has no other matmul and sums its rows for each token; else ``None``."""
+    """The site's grouped matmul; ``None`` unless the site has
+
+    - one leaf (``ReduceNodes.leaves``): a ``GroupedMatmul`` with the result ``[tokens, experts_a_token, N]``
+    - a sum of each token's rows (``_sums_only``)
+    - shards that are runs of consecutive tokens, without missing rows (``ShardedDim``)
+    - a collective that moves the sums in their order
+    """
     region, sharded = nodes.region, nodes.sharded
     (matmul, *others) = nodes.leaves
     if region is None or others or not isinstance(matmul, GroupedMatmul) or len(tools.shape(matmul.node)) != 3:

@@ -207,7 +207,7 @@ def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
 
 def _margin(site: OverlapSite) -> float:
     """The factor by which the ring must be estimated to be faster than ``keep``. It is larger for attention on GPUs,
-    where rings were not measured."""
+    because rings of attention were not measured on GPUs."""
     attention = any(matmul.kind == "attention" for matmul in site.facts.matmuls)
     return MARGIN_UNMEASURED if attention and on_gpu(tools.value(site.collectives[0].input).device) else MARGIN
 
@@ -219,7 +219,8 @@ def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
 
 
 def unrolled_nodes(site: DecidedSite, parts: int | None = None) -> int | None:
-    """Estimated number of FX nodes of the site's unrolled steps. ``parts``: ``None`` for the plan's number."""
+    """Estimated number of FX nodes of the site's unrolled steps. ``parts``: sub-chunks of a shard; ``None``: as many as
+    the plan says."""
     parameters = site.decision.moving.parameters
     return form_of(site).unrolled_nodes(site, parts or parameters["sub_chunks"], parameters["route"])
 
@@ -228,9 +229,9 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     """Decide which rings are unrolled, and write that into their decisions. The others become looping ops.
 
     A ring is unrolled if its nodes fit into what is left of the graph's ``budget``. Rings without a looping op are
-    decided first, then the others, each in graph order. A ring that chooses by the token count is never unrolled. If a
-    later pass moves nodes (``moving_pass``), no ring is unrolled. A site that can be neither unrolled nor looped is
-    refused.
+    decided first, in graph order. Then come the rings with a looping op, in graph order. A ring whose plan has the
+    parameter ``min_rows`` is never unrolled. If a later pass moves nodes (``moving_pass``), no ring is unrolled. A site
+    that can be neither unrolled nor looped is refused.
 
     Ranks may decide differently for two reasons:
 

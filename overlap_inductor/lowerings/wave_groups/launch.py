@@ -6,8 +6,8 @@ Planning. All ranks plan a site together at its first call, with the first rank'
 
 1. Time the matmul with each number of free SMs in ``WaveParameters.free``.
 2. Measure the collective's curve (seconds by bytes), once for each process group, transport and kind of collective.
-3. For each of these numbers, partition the matmul's bands (``best_partition``), and time the whole call. Keep the
-   fastest.
+3. For each number of free SMs, partition the matmul's bands (``best_partition``), and time the whole call. Keep the
+   fastest plan.
 
 Sites whose matmuls look alike on the first rank share a plan. On another rank, these matmuls may differ in inner size
 or bias. The plan fits these matmuls too, because a partition cuts only rows.
