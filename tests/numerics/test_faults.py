@@ -194,7 +194,7 @@ def test_killed_peer(first_call: bool) -> None:
     """Survivors must end at most 15 seconds after the group's timeout. Their error must name the dead rank and, once
     the plans have been compared, the site."""
     *survivors, dead = run_ranks(3, _peer_dies, first_call, expect_failure=True)
-    assert dead == "rank 2 left no result"
+    assert dead == "rank 2 left no result; exit code 9"
     for kind, text, seconds in survivors:
         assert kind == ("AgreementError" if first_call else "TransferError"), (kind, text)
         assert re.search(r"rank (\d, )*2\b", text) and seconds < SECONDS + 15

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import tempfile
@@ -69,6 +70,8 @@ def _main(
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    # If a signal ends this rank, its stack is written to standard error.
+    faulthandler.enable(sys.__stderr__)
     result: tuple[bool, Any]
     try:
         if grouped:
@@ -128,11 +131,10 @@ def run_ranks(
                 process.kill()
                 process.join()
         results = []
-        for rank in range(world_size):
+        for rank, process in enumerate(processes):
             path = os.path.join(folder, f"{rank}.pt")
-            results.append(
-                torch.load(path, weights_only=False) if os.path.exists(path) else (False, f"rank {rank} left no result")
-            )
+            nothing = False, f"rank {rank} left no result; exit code {process.exitcode}"
+            results.append(torch.load(path, weights_only=False) if os.path.exists(path) else nothing)
     problems = [f"rank {r}: {text}" for r, (ok, text) in enumerate(results) if not ok]
     assert not hung, f"ranks {hung} did not end within {timeout} s\n" + "\n".join(problems)
     assert expect_failure or not problems, "\n".join(problems)
