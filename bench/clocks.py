@@ -12,11 +12,12 @@ runs in three ways (``bench.timing`` says what hidden and in the loop mean)::
 
     single      one call, with the host hidden
     row         CALLS calls one after the other, with the host hidden
-    compiled    CALLS calls of compiled graphs, with the host in the loop
+    compiled    CALLS calls one after the other, with the host in the loop. All providers except async_tp are compiled
+                graphs
 
 Around each sample, a kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``). Each
 provider, and the matmul alone, gets a JSON row for each way. A row holds the longest median time and the lowest median
-clock rate of any rank. Before the timing, results are compared with results in fp32.
+clock rate of any rank. Before the timing, the providers' results are compared with results in fp32.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from overlap_inductor.passes.patterns import PATTERNS
 CALLS = 8
 """Calls of one sample in ways ``row`` and ``compiled``."""
 BLOCKS_AN_SM = 4
-"""Blocks of ``_stamp`` for each SM. With so many blocks, every SM runs at least one."""
+"""Blocks of ``_stamp`` for each SM. So many blocks make it likely that every SM runs at least one."""
 
 
 @triton.jit

@@ -20,7 +20,7 @@ program in a setting is the repeat with the least CPU time::
     seconds             CPU time of this process
     compiler_seconds    CPU time of the C++ compiler that this process starts
     pass_seconds        the part of seconds in run_overlap_pass
-    lowering_seconds    the part of seconds in the package's lowerings, except those of window and exchange_wait
+    lowering_seconds    the part of seconds in the lowerings that instrument() names
     hook_seconds        the part of seconds in the package's wrappers of Inductor's functions, without these functions
     gc_seconds          the part of seconds in the garbage collector; the three parts above leave it out
 """

@@ -12,8 +12,8 @@ Forms of a layer (``bench.support.experts``), with equally many rows for every e
   experts and back.
 
 Before and after the timing, each result is compared with that of the uncompiled layer. A wrong result ends the
-benchmark. ``transfers`` are the collectives of tokens alone, without the all-to-all of counts. A JSON row holds each
-call's time with the host hidden and in the loop (``bench.timing``).
+benchmark. The collectives that move tokens are also timed without the rest of the layer (``transfers``). A JSON row
+holds each call's time with the host hidden and in the loop (``bench.timing``).
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=list(LAYERS))
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="tokens of all ranks together"
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[8192, 16384, 32768],
+        help="tokens of the layer, which dispatched ranks divide among themselves",
     )
     parser.add_argument("--schedules", nargs="*", default=["ring", "auto"], choices=["ring", "auto"])
     parser.add_argument("--repeats", type=int, default=20)
@@ -129,7 +133,7 @@ def measured(name: str, form: str, tokens: int, options: argparse.Namespace, clo
 
     def error(call: Callable[..., torch.Tensor]) -> float:
         difference = (call(*inputs).double() - expected).abs().max() / expected.abs().max()
-        # Neither ``max`` nor every backend's maximum keeps a NaN.
+        # A maximum may lose a NaN: Python's does, and that of some backends. It keeps infinity.
         return greatest(float(difference.nan_to_num(nan=math.inf)))
 
     errors = {call_name: error(call) for call_name, call in calls.items()}

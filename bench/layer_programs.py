@@ -97,8 +97,8 @@ def forward(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dt
 
 
 def decode(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
-    """One new token for each sequence, after ``sizes.prompt`` tokens in a static cache. Each step starts at the same
-    position."""
+    """``tokens`` new tokens for each sequence, after ``sizes.prompt`` tokens in a static cache. Each step starts at the
+    same position."""
     from transformers import StaticCache
 
     model, ids = _llama(folder, dtype), _ids(sizes.vocabulary, batch, sizes.prompt + tokens, device)

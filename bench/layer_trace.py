@@ -5,7 +5,8 @@ The kinds are waits for a peer, sends, collectives, matmuls, ops that compute a 
 ``bench.layers --trace FOLDER`` profiles some steps of each variant, except ``no collectives``.
 
 The profiler's ranges of overlap ops carry the site's id. A site is open from its first range to its last one. A range
-without id (a matmul or plain collective) counts for the open site that was opened last.
+without id (a matmul or plain collective) counts for the open site that was opened last. If no site is open, the range
+counts as outside of sites.
 """
 
 from __future__ import annotations

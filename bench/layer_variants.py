@@ -58,7 +58,8 @@ def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[V
 
 
 def compiled(variant: Variant, model: Any, cuda_graphs: bool) -> Any:
-    """``model`` compiled as ``variant`` says, with ``cuda_graphs`` as in ``mode="reduce-overhead"``."""
+    """``model`` compiled as ``variant`` says. ``cuda_graphs``: whether the options of ``mode="reduce-overhead"``
+    apply."""
     options: dict[str, Any] = dict(torch._inductor.list_mode_options("reduce-overhead")) if cuda_graphs else {}
     if variant.switches is not None:
         options |= {"mode": "on", "notice": "off", **variant.switches}
@@ -69,7 +70,11 @@ def compiled(variant: Variant, model: Any, cuda_graphs: bool) -> Any:
 
 
 def _without_collectives(graph: fx.Graph) -> None:
-    """Replace every collective by a local op whose result has the same shape."""
+    """Replace every collective by a local op whose result has the shape of the collective's result.
+
+    Raises:
+        NotImplementedError: the graph has another collective than an all-gather, a reduce-scatter or an all-reduce.
+    """
     ops, aten = torch.ops._c10d_functional, torch.ops.aten
     for node in list(graph.nodes):
         if (kind := collectives.kept_kind(node)) is None:
@@ -109,8 +114,8 @@ def sites(reports: Sequence[OverlapReport]) -> dict[str, int]:
 
 
 def stretches(reports: Sequence[OverlapReport]) -> list[dict[str, Any]]:
-    """For each stretch, the outcome of the sequence-parallel rewrite and its estimates. A stretch in the reports of the
-    forward and of the backward is listed once."""
+    """For each stretch, the outcome of the sequence-parallel rewrite and its estimates. A stretch that is in several
+    reports, for example of forward and backward, is listed once."""
     found = {s.id: s for r in reports for s in r.stretches}
     return [
         {

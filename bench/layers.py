@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time whole layers under plain ``torch.compile`` and with overlap, forward and training.
+"""Time whole layers under plain ``torch.compile`` and with overlap: forward, decode and training.
 
 The models are an unchanged Hugging Face Llama, and sequence-parallel MLP blocks.
 

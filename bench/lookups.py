@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 -m bench.lookups --tables 64 256 --batch 4096 65536 --width 64 256 --pooling 1 20 100
     torchrun --nproc-per-node 8 -m bench.lookups --mode mean --jagged --dtype bfloat16 --budget-seconds 300
 
-Before and after the timing, each result is compared with sums in fp64. A wrong result ends the benchmark. Two parts are
+Before and after the timing, each result is compared with one in fp64. A wrong result ends the benchmark. Two parts are
 timed alone: ``lookups`` is the plain graph without the all-to-all, and ``exchange`` is only the all-to-all. All calls
 except ``exchange`` are compiled.
 
@@ -67,7 +67,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--most-bytes", type=float, default=4e10, help="leave out cases that need more on a rank")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--case-seconds", type=float, default=3.0)
-    parser.add_argument("--budget-seconds", type=float, default=540.0, help="leave out cases that would end later")
+    parser.add_argument("--budget-seconds", type=float, default=540.0, help="begin no case that may end after this")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "lookups.jsonl")
     return parser.parse_args(arguments)
 

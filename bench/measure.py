@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one case. Every provider is checked against fp32 on random data, before and after all are timed in turn."""
+"""Measures one case. Before and after the timing, each provider's result on random data is compared with
+``Site.expected``."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from bench.timing import worst
 
 
 class WrongResult(Exception):
-    """A provider's result differs from the result in fp32 by more than is allowed."""
+    """A provider's result differs from the expected result by more than is allowed."""
 
 
 def measure(
@@ -64,7 +65,8 @@ def measure(
 
 
 def _checked(provider: Provider, site: Site, expected: torch.Tensor, clock: Clock) -> tuple[float, float | None]:
-    """Make one more call. Returns ``(error, extra bytes)``, each the maximum over ranks.
+    """Make one more call. Returns ``(error, extra bytes)``, each the maximum over ranks. On a CPU, the extra bytes are
+    ``None``.
 
     Raises:
         WrongResult: the error is larger than allowed.

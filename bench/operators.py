@@ -15,8 +15,8 @@ compared with one in fp32 (fp64 for fp32 operands). A wrong result ends the benc
 Settings:
 
 - ``hidden``: the GPU sleeps before each call, so the host's time does not count.
-- ``compiled``: compiled graphs run one after the other, so a slow host makes the time longer. ``keep`` is Inductor's
-  plain graph.
+- ``compiled``: calls run one after the other, so a slow host makes the time longer. All providers except ``async_tp``
+  are compiled graphs; ``keep`` is Inductor's plain graph.
 
 A row's time is the median over rounds, then the maximum over ranks. When a case has been timed in a setting, its rows
 are appended to the file ``--out`` (``bench.rows``). ``python -m bench.report`` makes tables and plots from stored rows.
@@ -98,10 +98,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--case-seconds",
         type=float,
         default=1.0,
-        help="seconds to time one case in one setting; each provider still gets at least five samples",
+        help="seconds to time one case in one setting; each provider still gets five samples (or --repeats)",
     )
     parser.add_argument(
-        "--budget-seconds", type=float, default=float("inf"), help="leave out cases that would end later"
+        "--budget-seconds", type=float, default=float("inf"), help="begin no case that may end after this time"
     )
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "operators.jsonl")
     found = parser.parse_args(arguments)

@@ -98,7 +98,8 @@ class Variant:
         """Read a text such as ``fused.parts=2,pushers=8``. A value is JSON, or else a string. Values are not checked.
 
         Raises:
-            ValueError: the schedule does not turn a site into one op, or has no such parameter.
+            ValueError: no schedule of this name turns a site into one op, or a part of the text sets none of the
+                schedule's parameters.
         """
         schedule, _, text = argument.partition(".")
         settable = {s.name: s.single_op.parameters for s in SCHEDULES if s.single_op is not None}

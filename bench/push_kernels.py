@@ -26,7 +26,7 @@ def push_striped(
 ):
     """Store ``src`` to word ``offset`` of every peer's memory, in ``PARTS`` parts with a flag for each part.
 
-    A part is divided into runs of ``BLOCK`` words, and each block stores every ``BLOCKS``-th run. Different blocks
+    A part is divided into runs of ``BLOCK`` words, and each block stores every ``BLOCKS``-th run. Neighbouring blocks
     start with different peers, so that all peers receive at the same time. Grid: ``[BLOCKS]``.
 
     Args:

@@ -33,8 +33,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The machine, the versions and the commit of a measurement. ``commit`` is ``None`` outside a checkout or without
-    git. ``sources`` is a digest of the package's own files."""
+    """The machine, versions, commit, environment variables and date of a measurement. ``commit`` is ``None`` outside
+    a checkout or without git. ``sources`` is a digest of the package's own files."""
     gpu = device.type == "cuda"
     driver = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text()) if _DRIVER.exists() else None
     try:

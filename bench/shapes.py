@@ -78,7 +78,7 @@ class Case:
 
     @property
     def scale_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the scales of the left and of the right operand."""
+        """Shapes of the scales of the left and of the right operand. Empty if the operands are not fp8."""
         if not self.scaled:
             return ()
         return ((self.tokens, 1), (1, self.columns)) if self.operands == "fp8_rows" else ((), ())

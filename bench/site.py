@@ -46,7 +46,7 @@ class Site:
     Attributes:
         a: ``[case.rows, K]``, in ``case.dtype``.
         weight: ``[N, K]``, in ``case.dtype``. ``b`` is its transpose.
-        scales: for fp8, the scales of all tokens and of ``weight``, in fp32; else empty.
+        scales: for fp8, the scales of ``left`` and of ``weight``, in fp32; else empty.
         left: the matmul's left operand: ``a``, or the collective's result if the pattern begins with the collective.
         moved: the tensor that ``collective`` moves.
     """
@@ -61,7 +61,8 @@ class Site:
         self.scales = [torch.rand(shape, device=device) + 0.5 for shape in case.scale_shapes]
         self.operands = (self.a, self.weight, *self.scales)
         self.left = self._exchanged() if self.example.first else self.a
-        # A collective may sum in place. It gets zeros, because other values would grow from call to call.
+        # A collective after the matmul may sum in place. It gets zeros, because other values would grow from call to
+        # call.
         self.moved = as_sent(self.a) if self.example.first else torch.zeros(len(self.left), case.columns, **kind)
 
     def _exchanged(self) -> torch.Tensor:

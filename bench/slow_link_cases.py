@@ -54,7 +54,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a case. A collective moves a tensor ``[rows, inner]``. ``columns`` is the matmul's other dim."""
+    """Sizes of a case. A collective moves a tensor ``[rows, inner]``. If a case has one matmul, ``columns`` is the
+    matmul's other dim."""
 
     rank: int
     world_size: int

@@ -82,10 +82,10 @@ HEADLINE = {"world_size": 8, "shape": "llama3-70b-mlp", "dtype": "bfloat16", "se
 
 
 def headline_rows() -> list[Row]:
-    """For each pattern and token count, the speed-ups of ``auto`` and async TP over ``keep``, and their limit.
+    """The speed-ups of ``auto`` and async TP over ``keep``, and their limit, by pattern and tokens (at least 1024).
 
     ``limit``: the speed-up if the shorter of matmul and collective were wholly hidden. ``async_tp`` is ``None`` if
-    PyTorch has no async TP for the pattern.
+    async TP was not measured, for example because it has no op for the pattern.
     """
     found = []
     for (pattern, tokens), same in groups(_operators(**HEADLINE), "pattern", "tokens").items():

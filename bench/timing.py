@@ -4,9 +4,9 @@
 With the host *hidden*, the host launches a call while the device sleeps, so only device time counts.
 
 With the host *in the loop*, a sample is several calls in a row without a sleep. A call then takes its device time or
-its host time, whichever is longer. All samples have the same number of calls, within ``CALLS_IN_LOOP``. A sample of the
-fastest call takes about ``LOOP_MS``. A result is freed before the next call. So the next call gets the same addresses,
-as in the steps of a compiled model.
+its host time, whichever is longer. All samples have the same number of calls. If a number within ``CALLS_IN_LOOP``
+allows it, a sample of the fastest call takes about ``LOOP_MS``. A result is freed before the next call. So the next
+call gets the same addresses, as in the steps of a compiled model.
 
 On a CPU, both times are wall-clock time.
 """

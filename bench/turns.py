@@ -43,7 +43,7 @@ LIMIT = 1 << 34
 
 class Legs:
     """``LEGS`` transfers of shards of ``shard_rows`` rows, one after the other on the side stream. Shards of at least
-    ``turns_from`` bytes take turns; none do if it is ``None``."""
+    ``turns_from`` bytes take turns. If ``turns_from`` is ``None``, none do."""
 
     def __init__(self, shard_rows: int, turns_from: int | None, name: str) -> None:
         group, self.device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())

@@ -7,8 +7,8 @@ previous group's collective have ended.
     torchrun --nproc-per-node 4 -m bench.wave_groups --tokens 4096 8192 --out bench/results/wave_groups.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 -m bench.wave_groups
 
-Every provider is compared with fp32 on random data before it is timed in turn (``bench.timing``). A site's rows, by
-provider::
+Before the timing, results are compared with fp32 on random data. Then providers are timed in turn (``bench.timing``).
+A site's rows, by provider::
 
     keep          the plain call. ``bound``: its time divided by that of matmul or collective, whichever is longer
     wave_groups   the call with the plan's partition and the plan's number of SMs left free for NCCL

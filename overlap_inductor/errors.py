@@ -10,8 +10,8 @@ class OverlapError(RuntimeError):
 
 
 class ConfigError(OverlapError, ValueError):
-    """A switch has a value that is not allowed, or a name is not the name of a switch. The message names the variable
-    or option, its value, and what is allowed.
+    """A switch or an option of a command has a value that is not allowed, or a name is not the name of a switch. The
+    message names the variable or option and what is allowed.
 
     Attributes:
         field: the field of ``OverlapConfig`` with the value, or empty.
@@ -26,7 +26,7 @@ class StrictError(OverlapError):
     """Overlap that was asked for in mode ``strict`` is not possible. Mode ``on`` runs the site or the graph without
     overlap instead.
 
-    Causes: a site was refused, its rewrite or the pass failed, the ranks' plans differ, or a workspace could not be
+    Causes: a site was refused, a rewrite or the pass failed, the ranks' plans differ, or a workspace could not be
     made.
     """
 

@@ -105,8 +105,8 @@ def is_program(text: str) -> bool:
 
 
 def _dedented(text: str) -> str:
-    """A docstring without the indentation of the lines after the first. Empty lines do not count, except the last one:
-    its indentation is that of the closing quotes."""
+    """A docstring without the indentation that all lines after the first share. Empty lines do not count, except the
+    last one: its indentation is that of the closing quotes."""
     first, *rest = text.split("\n")
     shared = min((len(line) - len(line.lstrip()) for line in rest if line.strip() or line is rest[-1]), default=0)
     return "\n".join([first.lstrip(), *(line[shared:] for line in rest)])
@@ -169,7 +169,7 @@ def long_sentences(path: Path) -> list[tuple[int, int, str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``arguments``: files and folders. Without any, the whole repository is read."""
+    """``arguments``: files and folders. Without any, those in ``PLACES`` are read."""
     found = False
     for place in [Path(each) for each in arguments] or [ROOT / each for each in PLACES]:
         for path in sorted(place.rglob("*")) if place.is_dir() else [place]:

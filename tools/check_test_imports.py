@@ -43,7 +43,8 @@ def complaint(module: str, name: str) -> str | None:
 
 
 def _is_test_module(parts: list[str]) -> bool:
-    """Whether the last part is a test module, and not a function whose name also begins with ``test_``."""
+    """Whether the last part is ``conftest`` or a test module. A function whose name begins with ``test_``
+    does not count."""
     if parts[-1] == "conftest":
         return True
     return parts[-1].startswith("test_") and ROOT.joinpath(*parts).with_suffix(".py").exists()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the generated parts of README and ``docs/``: tables, reason codes, drawings, sample outputs.
 
-python tools/make_docs.py             # tables and drawings
+python tools/make_docs.py             # tables, reason codes and drawings
 python tools/make_docs.py --samples   # also run the commands of the pages and store their outputs (minutes)
-python tools/make_docs.py --check     # change nothing; fail if a table or drawing is out of date
+python tools/make_docs.py --check     # change nothing; fail if a table, a reason code or a drawing is out of date
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RUN = ("getting-started.md", "reading-a-report.md", "switches.md", "testing.md")
 
 
 def outdated() -> dict[Path, str]:
-    """The pages whose tables or drawings are out of date, each with its new text."""
+    """The pages on which a part in ``PARTS`` is out of date, each with the page's new text."""
     found = {path: filled(path.read_text(encoding="utf-8"), PARTS) for path in (README, *pages())}
     return {path: text for path, text in found.items() if text != path.read_text(encoding="utf-8")}
 
@@ -52,9 +52,8 @@ def outdated() -> dict[Path, str]:
 def run_samples(
     paths: Sequence[Path], folder: Path, programs: Path | None = None
 ) -> list[tuple[Path, samples.Sample, str]]:
-    """Run the blocks of the pages ``paths``, with ``folder`` as the current folder. Returns ``(page, output block,
-    output of this run)`` of each output block. ``programs``: a folder whose ``python`` and ``overlap-inductor`` are
-    used."""
+    """Run the blocks of the pages ``paths``. Returns ``(page, output block, output of this run)`` of each output block.
+    ``samples.run`` explains ``folder`` and ``programs``."""
     found = []
     for path in paths:
         outputs = samples.run(samples.samples(path.read_text(encoding="utf-8")), folder, programs)

@@ -33,7 +33,8 @@ def write_bug_report(folder: str, output: str | None = None) -> Path:
     replaced. Returns its path.
 
     Raises:
-        OverlapError: there is no report below ``folder``, a file cannot be read, or ``output`` cannot be written.
+        OverlapError: there is no report below ``folder``, a file of a report cannot be read or is damaged, or
+            ``output`` cannot be written.
     """
     hide = Redaction()
     files, errors = _reports(folder, hide)
@@ -54,8 +55,8 @@ def write_bug_report(folder: str, output: str | None = None) -> Path:
 
 
 class Redaction:
-    """Replaces the user's home folder by ``~`` and the user's name by ``<user>`` in a text. ``home`` and ``user`` are
-    by default this user's."""
+    """Replaces home folders by ``~`` and the user's name by ``<user>`` in a text. Home folders are ``home`` and the
+    folders in ``/home`` and ``/Users``. ``home`` and ``user`` are by default this user's."""
 
     def __init__(self, home: str | None = None, user: str | None = None) -> None:
         place = Path(home) if home is not None else Path.home()

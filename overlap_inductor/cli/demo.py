@@ -77,12 +77,13 @@ class Setup:
 def run_demo(options: DemoOptions) -> int:
     """Run the demo and print what it found. Returns 0 if all went well. Returns 1 in these cases:
 
-    - A rank failed, or a part returned no result.
+    - A rank failed or did not end in time, or a part returned no result.
     - Numbers differ too much.
     - No schedule overlapped a site of a part.
 
     Raises:
-        ConfigError: the options contradict each other or this machine, or name a folder that cannot be written.
+        ConfigError: an option has a wrong value, the options contradict each other or this machine, or the folder
+            cannot be written.
         UnsupportedError: a package is missing, this torch is not supported, or the estimate failed.
     """
     setup = _resolve(options)

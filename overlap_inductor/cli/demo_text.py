@@ -74,8 +74,8 @@ def _times(result: dict[str, Any]) -> list[str]:
 
 
 def verdict(result: dict[str, Any], shared_cpu: bool) -> str:
-    """A sentence that says how fast ``auto`` is. A second one names a schedule that is clearly faster than ``auto`` and
-    plain ``torch.compile``."""
+    """A sentence that says how fast ``auto`` is. If a schedule is clearly faster than ``auto`` and plain
+    ``torch.compile``, a second sentence names the fastest one."""
     auto = next(form for form in result["forms"] if form["name"] == "auto")
     plain = result["plain_ms"]
     text = _of_auto(auto, plain, shared_cpu)

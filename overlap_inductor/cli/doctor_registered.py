@@ -17,7 +17,7 @@ HERE = "Schedules that run here"
 
 def registered() -> list[Check]:
     """A line for each pattern (with its collective), schedule (with its patterns and transports) and transport (with
-    its schedules)."""
+    its schedules). The lines of ``runs_here`` follow the schedules."""
     from overlap_inductor.lowerings.registry import SCHEDULES
     from overlap_inductor.passes.patterns import PATTERNS
     from overlap_inductor.transports.registry import transports

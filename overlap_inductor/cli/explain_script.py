@@ -61,9 +61,9 @@ def explain_script(
 
     Raises:
         OverlapError: there is no such script.
-        ConfigError: ``machine`` is not known, ``ranks`` is below 2, or ``machine`` has fewer GPUs than ``ranks``. With
-            ``machine`` or ``ranks``, also if the script asks for a number of ranks that it cannot get, or if
-            ``WORLD_SIZE`` is set and is not 1.
+        ConfigError: ``machine`` is not known, ``ranks`` is below 2, ``machine`` has fewer GPUs than ``ranks``, or a
+            switch in the environment has a wrong value. With ``machine`` or ``ranks``, also if the script asks for a
+            number of ranks that it cannot get, or if ``WORLD_SIZE`` is set and is not 1.
         UnsupportedError: this torch is not supported.
     """
     if not Path(script).is_file():

@@ -101,8 +101,8 @@ class ExchangePlan:
 
     @classmethod
     def joined(cls, plans: list[ExchangePlan]) -> ExchangePlan:
-        """One plan for a graph and its subgraphs, with version, mode and config of the first plan. ``inputs`` of
-        several plans are dropped."""
+        """One plan for a graph and its subgraphs, with version, mode and config of the first plan. If there are
+        several plans, their ``inputs`` are dropped."""
         if len(plans) == 1:
             return plans[0]
         first = plans[0]

@@ -23,12 +23,13 @@ class Collective:
         ranks: global ranks of the group; empty if this process does not know the group.
         dtype: dtype of the result, without ``torch.``; empty if there are several results.
         mesh_dim: the group's description (the name of its ``DeviceMesh`` dim), or ``None``.
-        dim: the dim that is gathered or scattered, else ``None``:
+        dim: the dim that is gathered or scattered in these cases, else ``None``:
 
             - All-gather before the matmuls: the gathered dim of the tensor before it is flattened for the matmul.
             - Reduce-scatter or all-to-all after the matmuls: the scattered dim of the first matmul's result.
             - All-to-all before the matmuls: the dim of its result that holds the ranks.
-            - All-to-all beside lookups: 0.
+            - All-to-all beside lookups or experts: 0.
+            - All-gather before attention: the dim of the keys.
 
         role: role (M, N, K or B) of the cut dim in the first matmul, or ``None``.
         reduce_op: ``sum``, ``avg``, ... or ``None``.
@@ -56,8 +57,12 @@ class Matmul:
     """One matmul of a site.
 
     Attributes:
-        kind: mm | addmm | bmm | baddbmm | scaled_mm | int_mm | grouped_mm.
-        m, n, k, batch: sizes in elements. The batch of a grouped_mm is its number of experts.
+        kind: mm | addmm | bmm | baddbmm | scaled_mm | int_mm | grouped_mm. In place of a matmul: embedding |
+            embedding_bag | embedding_gradient | attention.
+        m, n, k, batch: sizes in elements. The batch of a grouped_mm is its number of experts. For attention, m is
+            the number of queries, n the width of a value, and k the number of keys. For a lookup, m is the number of
+            bags, n the width of a row, and k the number of rows of the table. For embedding_gradient, m and k are
+            swapped.
         dtype: dtype of the left operand.
         role: role of the sharded dim (M, N, K or B).
     """

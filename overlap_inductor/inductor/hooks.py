@@ -349,7 +349,7 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
 
 
 def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs: Any) -> bool:
-    """Around ``pad_mm.should_pad``: do not pad a matmul next to a collective (``padding``).
+    """Around ``pad_mm.should_pad``: with overlap on, do not pad a matmul next to a collective (``padding``).
 
     Inductor's check runs first, because it is cheap and refuses most matmuls. Our check may walk far.
     """

@@ -70,6 +70,7 @@ class _Waiting(MetaPathFinder):
 
 def when_imported(name: str, callback: Callable[[], None]) -> Callable[[], None]:
     """Call ``callback`` when module ``name`` is imported: now if it already is, else right after its body has run.
+    While the body of ``_NEEDED`` runs, the call is postponed to the end of that body.
 
     Returns a function that cancels a callback that has not run yet.
     """

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps Inductor from capturing a ring's transfer in several CUDA graphs.
+"""Keeps Inductor from capturing only a part of a ring's transfer in a CUDA graph.
 
-Inductor may cut a graph at nodes that cannot be in a CUDA graph, and capture each partition
-(``config.graph_partition``)::
+Inductor may cut a graph into partitions, and capture those that a CUDA graph can hold (``config.graph_partition``)::
 
     | gather_start  mm |  .item()  | gather_step  mm |        two captures, the transfer begins in one and ends in the
                                                               other
-    ->  one uncaptured graph, and a notice in its report
+    ->  one uncaptured graph, and a notice in its report or in the log
 
-Two captures of one transfer cannot work:
+A transfer cannot be in two captures, or only partly in one:
 
 - A capture cannot end before its stream has waited for the work of all other captured streams.
 - The host's state of a transfer is created during the capture, but not during a replay.
@@ -29,8 +28,8 @@ from overlap_inductor.torch_compat.ordering import STARTS
 log = logging.getLogger("overlap_inductor")
 
 NOTICE = (
-    "Inductor cuts this graph into parts that CUDA graphs can hold, and a ring's transfer would be in flight from one"
-    " part to the next. So the graph runs without CUDA graphs. Choose another schedule, or keep what no CUDA graph can"
+    "Inductor would run parts of this graph as CUDA graphs, and a ring's transfer would be in flight from one part"
+    " to the next. So the graph runs without CUDA graphs. Choose another schedule, or keep what no CUDA graph can"
     " hold (an .item(), an op on the CPU) away from the site."
 )
 _WHOLE = "_overlap_inductor_whole"

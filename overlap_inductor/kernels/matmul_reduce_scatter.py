@@ -5,8 +5,8 @@ tile of a peer's shard as soon as it has multiplied the tile.
 A rank's product consists of one shard for each rank, and a shard consists of ``parts`` bands of rows. The order of
 tiles:
 
-1. Tiles of the peers' shards, band after band. Each goes to its rank's workspace, in the collective's dtype. At any
-   time, about equally many tiles are in transfer to each peer (``departing``).
+1. Tiles of the peers' shards, band after band. Each tile goes to the workspace of the rank that owns its shard, in
+   the collective's dtype. At any time, about equally many tiles are in transfer to each peer (``departing``).
 2. This rank's own tiles. In a reduce-scatter, an own tile and all peers' partial sums of the tile are summed in fp32,
    and rounded once.
 

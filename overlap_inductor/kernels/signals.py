@@ -22,12 +22,12 @@ A thread whose patience is over gives up:
 2. It writes the rank's record on the group's board, and marks on the board that there is a record.
 3. It sets the abort words of the other ranks, unless each rank has a board of its own.
 
-The thread writes in this order, by releases. So a rank that is stopped by a peer finds the peer's record. After the
-abort, waits of the stopped ranks return at once, and kernels run to their ends. The host finds the record and rejects
-the results of these kernels. No barrier is inside a branch on the outcome of a wait.
+The thread takes the steps in this order, steps 2 and 3 by releases. So a rank that is stopped by a peer finds the
+peer's record. After the abort, waits of the stopped ranks return at once, and kernels run to their ends. The host finds
+the record and rejects the results of these kernels. No barrier is inside a branch on the outcome of a wait.
 
-Aborts. After an abort, a rank's kernels signal nothing to peers. They store to a peer only if they looked at the abort
-word before the abort, and not since. (For copy engines, see ``transports.copy_engine``.)
+Aborts. After an abort, a rank's kernels do not store to peers and do not signal them. The exception is a kernel that
+looked at the abort word before the abort, and not since. (For copy engines, see ``transports.copy_engine``.)
 
 * A kernel looks at the abort word (``look``) after each wait on which its results or signals depend. If it stores to
   peers without a wait of its own, it looks before it stores.

@@ -31,7 +31,7 @@ Workspace. Two halves of a slot suffice, without credits (``runtime.arena.HALVES
 * In call ``n - 1``, ``r`` has waited for a signal of each peer. So each peer had begun its call ``n - 1``.
 * So each peer had ended its call ``n - 2``, the last call before ``n`` that reads half ``n % 2``.
 
-Aborts (``signals``). A block looks at the abort word when it loads the call number, and after each wait. If the word is
+Aborts (``signals``). A block looks at the abort word before it stores to peers, and after each wait. If the word is
 set, the block stores and signals nothing more to peers, because they may still read the old data. Its sums become NaN.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that run beside matmuls and copies. They wait, signal, or push rows to peers. Schedule ``chunked`` launches
-them on its streams, and so does ``fused`` if copy engines send a shard.
+"""Kernels that run beside matmuls and copies, or after them. They wait, signal, push rows to peers, or spoil results
+after an abort. Schedule ``chunked`` launches them on its streams. Schedule ``fused`` launches some of them if copy
+engines send a shard, or if a separate kernel ends the call.
 
 A *part* is a band of rows of one shard. Part number ``u`` is part ``u % PARTS`` of the shard that comes from, or goes
 to, the rank ``u // PARTS + 1`` steps away. Its flag is ``signal_flag(flags, source, index + u % PARTS)``. A kernel for
@@ -66,8 +67,8 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
 
     Launched on the stream of the matmuls. On another stream, a vendor's kernel that keeps its SMs could delay it.
 
-    The wait may end without a credit: if this rank's patience is over, or if another rank has stopped this rank. Then
-    this kernel sets the abort words of all ranks, before any later copy starts (``spoil``).
+    The wait may end without a credit: if this rank's patience is over, or if the group has been aborted. Then this
+    kernel sets the abort words that a thread sets when it gives up, before any later copy starts (``spoil``).
     """
     call = tl.load(calls)
     for step in range(1, WORLD):

@@ -5,15 +5,15 @@ stored, and another kernel waits for each group. An ordinary collective follows 
 
 A *group* is some neighbouring bands of ``BLOCK_M`` rows of each shard. The matmul computes one group after the other,
 and stores the rows of a group contiguously. So a collective reads one contiguous range. The example has a group of 2
-bands and a group of 1 band. Line 1 has one shard (all-reduce, in the result). Line 2 has two shards (reduce-scatter, in
-staging). ::
+bands and a group of 1 band. Line 1 has one shard, as in an all-reduce. Line 2 has two shards, as in a reduce-scatter
+of two ranks. ::
 
     | band 0  band 1 | band 2 |
     | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |
 
-Counting. A block counts its tiles of a group in one addition, when its next tile belongs to a later group. Until then
-its bulk stores continue under the next matmul. The waiting kernel sets the group's counter back to zero, before the
-next call begins.
+Counting. A block counts its tiles of a group in one addition, when its next tile belongs to a later group or no tile is
+left. Until then its bulk stores continue under the next matmul. The waiting kernel sets the group's counter back to
+zero, before the next call begins.
 
 Forward progress. The matmul waits for nothing, so it ends. The waiting kernel is launched after the matmul. So it
 cannot hold up the matmul, even if both share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). The waiting kernel

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that serve a group in a rewritten graph, whatever its schedules.
+"""The ops that serve a group in a rewritten graph, whatever schedules the group's sites have.
 
 All communicating ops of a group form a *chain*, so they run in graph order. Each reads or mutates the chain's current
 token, a one-byte tensor::
 
-    chain = agree(group, plan)   # compares the ranks' plans if they were not compared yet; returns the first token
+    chain = agree(group, plan)   # compares the ranks' plans if they were not compared yet; returns the first token;
+                                 # prepares the workspace of sites that hold one
     follow(chain!, other)        # orders the next op of the chain after ``other``, e.g. a collective left in place
     rank  = group_rank(group)    # the rank, read at run time so that the code is the same on every rank
 """

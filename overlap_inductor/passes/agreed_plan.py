@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the ``ExchangePlan`` of a graph: one line for each collective that all ranks of a group call.
 
-Ranks that move the same bytes in the same way have equal plans. The line of an overlapped site names all that the ranks
-must share::
+The ranks compare their plans before they exchange data. The line of an overlapped site names all that the ranks must
+share::
 
     g0: all_gather bfloat16 [2048, 8192] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)
     g0: all_reduce bfloat16 kept
+
+Further lines name the programs that divide tokens among ranks, and the groups whose kept collectives stay in the
+graph's order.
 
 Symbols (``d0``) and groups (``g0``) are named in order of appearance, because their own names differ between ranks.
 """

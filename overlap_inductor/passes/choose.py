@@ -23,7 +23,13 @@ from overlap_inductor.sites.nodes import OverlapSite
 
 
 class Choice(NamedTuple):
-    """The result of one walk: its finder, all ``sites``, and the ``chosen`` sites, which are to be overlapped."""
+    """The result of one search of a graph.
+
+    Attributes:
+        found: the finder after its search.
+        sites: all sites, with their decisions.
+        chosen: the sites to overlap. Mode ``report`` only names them.
+    """
 
     found: SiteFinder
     sites: list[DecidedSite]
@@ -35,9 +41,9 @@ def find_and_choose(
 ) -> Choice:
     """Find and decide all sites.
 
-    A site that sums several matmuls leaves a matmul of another site to the other site. But sometimes the other site is
-    not overlapped. So two changes are tried. A change is kept if it overlaps more sites, or as many sites with more
-    matmuls:
+    If one of the matmuls that a site sums belongs to another site, the summing site leaves the matmul to the other
+    site. But sometimes the other site is not overlapped. So two changes are tried. A change is kept if it overlaps more
+    sites, or as many sites with more matmuls:
 
     - If the other site is not overlapped, the summing site takes the matmul.
     - If the rest of the sum is the matmul's bias, the matmul and the addition become two nodes (``fused_sums.unfold``).
@@ -74,7 +80,8 @@ def find_and_choose(
 
 
 def _idle_owners(choice: Choice) -> set[str]:
-    """Each site that is not overlapped although another site left a matmul to it, by its first collective's name."""
+    """For each site that is not overlapped although another site left a matmul to it, the name of the site's first
+    collective."""
     taken, left = {s.facts.id for s in choice.chosen}, choice.found.left
     return {
         s.collectives[0].node.name

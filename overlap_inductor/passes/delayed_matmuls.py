@@ -17,7 +17,7 @@ For a collective that stays in the graph::
 Contract: the pass runs on a rewritten graph, before the graph's order is fixed. Matmuls move in two ways:
 
 - down, to a transfer's wait, with the views, casts and permutations of the matmul's result;
-- up, before the wait for the experts' rows, with the nodes that the matmul needs.
+- up, to before the wait for the rows that experts on other ranks return, with the nodes that the matmul needs.
 
 No result changes. Ranks may move different matmuls, because the exchange of data does not change.
 """
@@ -75,7 +75,7 @@ def delay(
         flops_per_second: the rate of a matmul.
 
     Returns:
-        For each wait of ``kept``, the matmuls that must come before it.
+        For each wait of ``kept`` to which matmuls moved, these matmuls. They must come before the wait.
     """
     _hold_under_experts(graph)
     order: dict[fx.Node, set[fx.Node]] = {}
@@ -118,7 +118,8 @@ def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[s
 
 def _hold_under_experts(graph: fx.Graph) -> None:
     """Order the wait for the experts' returned rows (``lowerings.ring.looped_experts_ops``) after the matmuls between
-    the experts and the wait. Matmuls behind the wait that do not need the rows move in front of it."""
+    the experts and the wait. First, each matmul behind the wait that does not need the rows moves in front of the
+    wait, if the matmul may move (``_needed_ahead``)."""
     waits = graph.find_nodes(op="call_function", target=overlap.exchange_wait.default)
     for experts in graph.find_nodes(op="call_function", target=overlap.all_to_all_experts.default):
         for wait in (w for w in waits if w.meta.get(SITE) == experts.meta[SITE]):

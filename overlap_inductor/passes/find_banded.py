@@ -156,7 +156,8 @@ def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple
 
 
 def _externals(layouts: dict[fx.Node, Layout], through: dict[fx.Node, fx.Node], band: Atom) -> list[fx.Node]:
-    """The tensors that the region reads. Raises ``LayoutError`` if one of them cannot be cut into bands."""
+    """The tensors that the ops after the matmul read from outside the region. Raises ``LayoutError`` if one
+    of them cannot be cut into bands."""
     found: dict[fx.Node, None] = {}
     for user in layouts:
         if user in through or matmuls.parse(user) is not None:

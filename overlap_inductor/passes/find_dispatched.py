@@ -33,8 +33,9 @@ aten = tools.aten
 def find_dispatched(
     dispatch: CollectiveNode, collectives: dict[fx.Node, CollectiveNode]
 ) -> tuple[DispatchedNodes | None, Reason | None]:
-    """``(site at the first exchange, None)``, or ``(None, why there is no site)``. The reason is ``None`` if no rows go
-    through grouped matmuls to another exchange. ``collectives``: those which may be part of a site, by node."""
+    """``(site at the first exchange, None)``, or ``(None, why there is no site)``. The reason is ``None`` if the
+    nodes do not have the form above, for example if there is no grouped matmul. ``collectives``: those which may be
+    part of a site, by node."""
     indexed = _indexed(dispatch)
     if indexed is None:
         return None, None

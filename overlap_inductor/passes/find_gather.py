@@ -33,7 +33,8 @@ aten = tools.aten
 
 
 def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
-    """``(site at an all-gather or None, obstacles)``. Without either, the walk reached no matmul."""
+    """``(site at an all-gather or None, obstacles)``. Without either, the walk reached no operand or scale of a
+    matmul."""
     follower = Follower(collective, Layout.gathered(tools.shape(collective.input), collective.world_size))
     follower.run()
     consumers = consumers_of(follower)
@@ -45,8 +46,9 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
 
 
 def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
-    """Whether this is FSDP's gather of a weight: a parameter, possibly cast, viewed or padded, is the right-hand
-    operand. If parameters are unknown, every input but a tangent counts as a parameter."""
+    """Whether this is FSDP's gather of a weight: a parameter (``is_parameter``), possibly cast, viewed or padded, is
+    the right-hand operand of each consumer. If parameters are unknown, every input but a tangent counts as a
+    parameter."""
     source = nodes.collective.input
     while (
         source.op == "call_function"
@@ -98,4 +100,4 @@ class AllGatherMatmul:
 def _logical_dim(nodes: GatherNodes) -> int | None:
     """The dim along which the program gathers: the dim of the ``cat`` that joins the shards, or 0 without a ``cat``."""
     sources = [n for n in nodes.through if n.target is aten.cat.default]
-    return operators.argument(sources[0], "dim") if sources else 0
+    return operators.argument(sources[0], "dim") % len(tools.shape(sources[0])) if sources else 0

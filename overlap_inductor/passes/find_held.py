@@ -84,7 +84,7 @@ def _held(collective: CollectiveNode) -> set[fx.Node]:
 
 
 def _attentions(collective: CollectiveNode) -> list[AttentionNode]:
-    """In graph order, the attention ops whose keys or values the exchange sends."""
+    """In graph order, the attention ops with 4-D queries whose keys or values the exchange sends."""
     found = {reader.node: reader for reader in attention.readers(_held(collective), _moves, STEPS)}
     return [found[node] for node in sorted(found) if len(tools.shape(found[node].lhs)) == 4]
 
@@ -134,7 +134,7 @@ def _why_not_moved(nodes: HeldNodes) -> Reason | None:
                 return Reason("hoist", f"{text} and may issue collectives; expected the exchange to come first")
         for exchange in late:
             if (reader := _later_reader(exchange, nodes.attention.node)) is not None:
-                # Inductor may compute such an op in place while the exchange still sends the tensor.
+                # Inductor may let ``reader`` overwrite its operand, which the exchange may still be sending.
                 text = f"{reader.name} reads what {exchange.node.name} sends, between {where} and the exchange"
                 return Reason("hoist", f"{text}; expected only views, copies and attention there")
     waits = {wait for c in nodes.exchanges for wait in c.chain()}

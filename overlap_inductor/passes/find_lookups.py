@@ -198,7 +198,7 @@ def _computed(part: fx.Node, lookup: LookupNode) -> bool:
 
 
 def _readers(part: fx.Node, lookup: LookupNode) -> set[fx.Node]:
-    """The readers of the lookup's result and of its views, without the views that lead to ``part``."""
+    """The readers of the lookup's result and of the views that lead to ``part``, without these views."""
     views = {part}
     while part is not lookup.node:
         part = part.args[0]
@@ -224,7 +224,7 @@ def _through(view: fx.Node, layout: Layout) -> Layout:
 
 def _split(layout: Layout, dim: int, count: int, shape: list[Size]) -> tuple[Layout, Layout]:
     """``(layout of the tables, layout of one table)`` of a tensor that holds ``count`` tables along ``dim``. Raises
-    ``LayoutError`` if they are not one after the other."""
+    ``LayoutError`` if ``layout`` cannot be reshaped so, or if the rank atom lies in the dim of the tables."""
     whole = layout.reshape([*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]])
     if any(atom.rank for atom in whole.dims[dim]):
         raise LayoutError("the results of the tables are cut between ranks before they are joined")
@@ -259,7 +259,8 @@ def _slices(base: fx.Node) -> tuple[int, Size, dict[fx.Node, Size]] | None:
 
 
 def _selected(base: fx.Node) -> Iterator[tuple[fx.Node, int, Size, Size]]:
-    """``(slice, dim, start, length)`` for each reader of ``base``; dim -1 if the reader is no slice."""
+    """``(slice, dim, start, length)`` for each reader of ``base``. Each part of a split of ``base`` counts as a reader.
+    The dim is -1 for a reader that is no slice, or a slice with steps."""
     for user in base.users:
         if user.target is aten.select.int:
             dim, index = (int(operators.argument(user, name)) for name in ("dim", "index"))

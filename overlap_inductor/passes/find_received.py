@@ -7,8 +7,11 @@ all-to-all become one copy before it, or none::
     clone(permute(x)) -> all_to_all -> permute -> clone -> mm        # as written
     x in the matmul's order -> slices -> mm of each slice            # the site
 
-The all-to-all's own order is kept if a row-wise op stands before a matmul, or if the first matmul does not read exactly
-the received elements.
+The all-to-all's own order is kept if
+
+- a row-wise op stands before a matmul, or
+- the first matmul does not read exactly the received elements, or
+- the parts may differ in size.
 """
 
 from __future__ import annotations

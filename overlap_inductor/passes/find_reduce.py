@@ -11,7 +11,7 @@ ops after them, are the *region*. Before and after the rewrite::
         out from the pieces that arrived
 
 At an op that cannot be cut, such as a softmax, the walk ends too. The region reads the op's result as a plain tensor.
-There is no site if a plain tensor
+The finder finds no site if a plain tensor
 
 - is computed from a leaf, or
 - has another layout than the leaves, and is neither a scalar nor one value for each column.
@@ -50,7 +50,7 @@ aten = tools.aten
 
 def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reason | None:
     """``(x, d)`` if ``cat`` is ``cat(split(x, dim=d), 0)`` with equal pieces, one for each rank in order. A ``Reason``
-    if it joins one piece for each rank in another way. ``None`` for any other ``cat``."""
+    if it joins one piece for each rank along dim 0 in another way. ``None`` for any other ``cat``."""
     source: Any = None
     dim: Any = None
     pieces: list[Any] = list(cat.args[0])
@@ -140,7 +140,8 @@ class Tracer:
         self.received = Layout(())
 
     def trace(self, root: fx.Node, layout: Layout) -> None:
-        """Walk from ``root`` to the matmuls. Raises ``LayoutError`` if a layout cannot be followed through an op."""
+        """Walk from ``root`` to the matmuls. Raises ``LayoutError`` if a layout cannot be followed through an op, or
+        if a node is read in two layouts."""
         pending = [(root, layout)]
         while pending:
             node, layout = pending.pop()
@@ -395,8 +396,8 @@ def _is_piece(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _cut(kind: str, leaf: matmuls.MatmulNode, layout: Layout, gathered: Layout, world_size: int) -> ShardedDim:
-    """The dim of the matmul's output that is cut. Raises ``LayoutError`` if an all-gather's input has another order of
-    elements than the matmul's output."""
+    """The dim of the matmul's output that is cut. Raises ``LayoutError`` as ``ShardedDim.of`` does. Also raises it if
+    an all-gather's input has another order of elements than the matmul's output."""
     if kind in ("reduce_scatter", "all_to_all"):
         return ShardedDim.of(layout)
     if kind == "all_gather" and not layout.same_elements(gathered):

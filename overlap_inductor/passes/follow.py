@@ -48,8 +48,9 @@ def _pieces(cat: fx.Node) -> tuple[fx.Node, list[tuple[Any, Any]]] | None:
 
 
 def plain_gather(cat: fx.Node, world_size: int) -> tuple[fx.Node, Any] | Reason | None:
-    """``(gathered tensor, number of rows kept)`` if ``cat`` joins all ranks' shards of a gathered tensor in order.
-    ``None`` in place of the number: all rows are kept, and no padding is cut off.
+    """``(gathered tensor, number of rows kept)`` if ``cat`` joins the ranks' shards of a gathered tensor in order.
+    A ``cat`` along dim 0 may leave out rows at the end, the padding. ``None`` in place of the number: all rows are
+    kept.
 
     Returns a ``Reason`` if ``cat`` joins pieces of one tensor in another way, and ``None`` for any other ``cat``.
     """

@@ -60,7 +60,7 @@ class Miss:
 
 
 class Search(Protocol):
-    """What a pattern may use of the walk over the graph.
+    """What a pattern may use of the finder (``passes.find.SiteFinder``).
 
     Attributes:
         phase: inference, forward or backward.

@@ -10,8 +10,8 @@
     POST_GRAD  forward, backward and inference graphs, each on its own
                pass "overlap": collectives and the matmuls beside them become overlap ops
 
-A slot without a pass leaves Inductor as it was. If a pass is added to such a slot, it runs after the next ``enable``,
-``disable`` or ``overlap``.
+A slot without a pass leaves Inductor as it was. If a pass is added to such a slot, compiles run this pass only after
+the next call of ``enable``, ``disable`` or ``overlap``.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Rewriter:
         self.agreements: list[fx.Node] = []
         self.in_order: set[str] = set()
         """Groups with a site of schedule ``early_start``, which keeps the program's own collectives. Another rank may
-        lack this site, so these groups call all collectives in the graph's order."""
+        lack this site. So all collectives of these groups run in the graph's order."""
         self.current: DecidedSite | None = None
         """The site that is being written, to which a failure is attributed, or ``None``."""
         self.seam: Seam | None = None

@@ -3,8 +3,8 @@
 for its own rows only (Megatron's sequence parallelism: Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 
 Contract: ``graph`` is a joint graph (forward and backward) or an inference graph, before the partitioner. The pass
-changes it in place, and restores it if the rewrite fails. The pass does not communicate: its decisions depend only on
-facts that all ranks share. Pseudo-code::
+changes it in place, and restores it if the rewrite fails. The pass does not communicate. Ranks with equal graphs and
+settings decide alike. Pseudo-code::
 
     stretches = find(graph)                                     # what can be held as rows, op by op
     legal     = [s for s in stretches if refuse(s) is None]

@@ -34,8 +34,8 @@ _NO_MODULE = "(no module name)"
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """Sites that differ at most in ids, names of process groups, and numbers in module names. ``module`` is the common
-    name."""
+    """Sites that differ at most in ids, names of process groups, numbers in module names, and names in the texts of
+    reasons. ``module`` is the common name."""
 
     module: str
     sites: tuple[SiteReport, ...]

@@ -52,8 +52,8 @@ def activate(report: OverlapReport, config: OverlapConfig | None = None, *, from
     """Publish a graph's report.
 
     Args:
-        config: the switches that are set now; a cached report has no dump folder. With ``None``, no dump is written,
-            and the log line is shown only if the user configured logging.
+        config: the switches that are set now. They name the dump folder, because a cached report does not. With
+            ``None``, no dump is written, and the log line is shown only if the user configured logging.
         from_cache: whether the graph was loaded from a cache.
 
     Raises:

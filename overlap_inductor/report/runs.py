@@ -67,7 +67,8 @@ class Mark:
 
 
 def read_mark(place: Path) -> Mark | None:
-    """The mark in a graph's folder. ``None`` if there is none, or if another version of the package wrote it."""
+    """The mark in a graph's folder. ``None`` if there is none, or if the file does not hold a ``Mark`` of this
+    version of the package."""
     try:
         return Mark(**json.loads((place / MARK).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):
@@ -75,7 +76,7 @@ def read_mark(place: Path) -> Mark | None:
 
 
 def this_process() -> str:
-    """Host, process id and start of this process. No other process has the same."""
+    """Host, process id and start of this process. If ``/proc`` exists, no other process of the host has the same."""
     return f"{socket.gethostname()}:{_process(os.getpid())}"
 
 

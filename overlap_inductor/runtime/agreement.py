@@ -18,9 +18,9 @@ value after others have stopped waiting for it.) So all ranks that the groups co
 plan was rejected at an earlier call publishes a refusal, so no rank waits for its verdicts.
 
 A rank that reaches Dynamo's recompile limit makes no call where the others make one. So ranks publish the place of each
-call in the sequence of the group's collectives (``call_place``). A rank that is inside a collective outside of graphs
-reports the place that it has reached (``call_report``). If a rank does not join a call, the others run their plain
-programs in this call.
+call in the sequence of the group's collectives (``call_place``). While a rank is inside a collective that no graph
+issued, it reports the place that it has reached (``call_report``). If a rank does not join a call, the others run their
+plain programs in this call.
 
 Overlap is disabled for the group permanently (``apart``) if calls of two ranks cannot be matched:
 
@@ -180,7 +180,7 @@ class Comparison:
 
     def _without_overlap(self, states: Sequence[GroupState], first: bool) -> Outcome:
         """Publish a plan without overlap. At the first call, wait for the other ranks' plans in mode ``strict``, or if
-        they may be inside the transfers of an agreed plan."""
+        other ranks may be inside the transfers of an agreed plan."""
         # A plan that this rank has published before does not replace an agreed plan.
         new = any(self.plan.digest not in s.told for s in states)
         listening = self._listening(states, first)

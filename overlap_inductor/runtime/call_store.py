@@ -13,8 +13,9 @@ because each call holds a collective, which blocks the host."""
 
 
 class CallStore:
-    """Values and verdicts of a group's calls, by the call's label (``GroupState.label``). The interface is that of
-    ``CallPage``, apart from the label. ``prefix``: the prefix of all keys."""
+    """Values and verdicts of a group's calls, by the call's label (``GroupState.label``). The methods are those
+    of ``CallPage`` but ``watcher`` and ``differs``, with a label in place of the call's number. ``prefix``: the prefix
+    of all keys."""
 
     first_pause, growth = 1e-4, 1.5
     looks_cheaply = False

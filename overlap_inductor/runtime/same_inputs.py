@@ -59,8 +59,9 @@ _LOCK = threading.Lock()
 
 
 def difference(group: dist.ProcessGroup, inputs: Mapping[str, torch.Tensor]) -> str:
-    """Which of ``inputs`` differ between the ranks of ``group``, as a text that is equal on all ranks; ``""`` if none
-    does. All ranks of the group call this together, with inputs of the same names."""
+    """A text that says which of ``inputs`` differ between the ranks of ``group``, or why a rank could not compare them.
+    ``""`` if all inputs are equal. The text is equal on all ranks that get the verdict (``all_or_none``). All ranks of
+    the group call this together, with inputs of the same names."""
     if dist.get_backend(group) == "fake":
         return ""
     keys = _KEYS.of(group)

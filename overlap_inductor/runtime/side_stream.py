@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams, beside the current one, on which a schedule's transfers and waits run. A device has one for transfers
-and one for waits, because its calls run one after the other (``runtime.call_order``)."""
+"""The streams, beside the current one, on which a schedule's transfers and waits run. One stream for transfers and
+one for waits suffice for a device, because its calls run one after the other (``runtime.call_order``)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def refusal(collective: CollectiveNode) -> Reason | None:
 
 
 def unequal(collective: CollectiveNode) -> Reason | None:
-    """Why the ranks get unequal parts of the input, or ``None``."""
+    """Why the ranks may get unequal parts of the input, or ``None``."""
     if not is_uneven(collective):
         return refusal(collective)
     text = f"{collective.node.name} {Splits.of(collective.node)}; expected equal parts"

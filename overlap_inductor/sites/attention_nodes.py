@@ -115,8 +115,8 @@ class AttentionNodes(SiteNodes):
         return [*sorted(self.between()), *(place.hoisted if place is not None else ())]
 
     def places(self) -> list[Placement]:
-        """Two places: at the later gather, and at the first use of the site's results. If the first use comes before
-        the later gather, there is only the place at the first use."""
+        """Two places: at the last gather, and at the first use of the site's results. If the first use comes before
+        the last gather, there is only the place at the first use."""
         members = self._members()
         first_use = min({user for member in members for user in member.users} - members)
         later = self.collectives[-1].node

@@ -26,8 +26,8 @@ class BandedNodes(SentNodes):
     """matmul -> views and row-wise ops -> all-to-all.
 
     Attributes:
-        layouts: the layouts of the nodes from the matmul to the all-to-all. In each layout, a
-            rank atom of size 1 stands before the matmul's rows. So ``sites.row_wise`` takes their dim as the rows.
+        layouts: the layouts of the nodes from the matmul to the all-to-all. In each layout, a rank atom of size 1
+            stands before the matmul's rows. ``sites.row_wise`` takes the dim of the rank atom as the rows.
         receivers: the atom of the all-to-all's input that counts the receiving ranks.
         band: the atom of the matmul's rows along which bands are cut.
         slice: the atoms of a rank's slice, in the order of the all-to-all's input.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the reason why a collective leads to no site, if the finders gave none.
 
-The search for a matmul covers ``STEPS`` nodes. For a gather or an all-to-all, it first covers the nodes after the
-collective. If it finds no matmul there, and for any other collective, it covers the nodes before the collective. Of the
-matmuls found, the reason names a grouped one, else the nearest one. It also names the first of these obstacles:
+The search for a matmul follows paths of at most ``STEPS`` nodes. For a gather or an all-to-all, it first covers the
+nodes after the collective. If it finds no matmul there, and for any other collective, it covers the nodes before the
+collective. Of the matmuls found, the reason names a grouped one, else the nearest one. It also names the first of these
+obstacles:
 
 1. The matmul's kind cannot be cut: grouped, a product with a vector, or unknown to ``matmuls.parse``.
 2. An op between matmul and collective is not pointwise and does more than move elements.
@@ -136,8 +137,8 @@ def _nearest(start: fx.Node, forward: bool) -> _Way | None:
     - ``computed``: the first op on the path that is not pointwise and does more than move elements, or ``None``.
     - ``moved``: the first slice or ``cat`` on the path, or ``None``.
 
-    A grouped matmul is preferred to nearer ones. Of several paths to the matmul, one with ``computed`` is preferred. If
-    none has ``computed``, one with ``moved`` is preferred.
+    A grouped matmul is preferred to nearer ones. Of the visited paths to the matmul, one with ``computed`` is
+    preferred. If none has ``computed``, one with ``moved`` is preferred.
     """
     frontier: list[_Way] = [(start, None, None)]
     seen, found = {(start, True)}, []

@@ -87,8 +87,8 @@ def _kind(node: fx.Node) -> tuple[str, Reason | None] | None:
 
 
 def group_name(node: fx.Node) -> str | None:
-    """The name of a collective's process group, or ``None``. The collective's argument is the name or, if one rank
-    compiles for all, a node that holds the group."""
+    """The name of a collective's process group, or ``None``. The collective's argument is the name, or a node that
+    holds the group, for example if one rank compiles for all ranks."""
     name = operators.argument(node, "group_name") or operators.argument(node, "process_group")
     if isinstance(name, str):
         return name
@@ -106,7 +106,8 @@ def group_of(node: fx.Node) -> str | None:
 
 def kept_kind(node: fx.Node) -> str | None:
     """Kind and dtype (``"all_reduce bfloat16"``) of a collective that all ranks of a group call, else ``None``.
-    Also ``None`` for a collective in ``c10d`` or ``c10d_functional``."""
+    Only the kind if the collective reads no tensor. Also ``None`` for a collective in ``c10d`` or
+    ``c10d_functional``."""
     found = _kind(node)
     if found is None or found[0] in _POINT_TO_POINT or operators.qualified_name(node)[0] in ("c10d", "c10d_functional"):
         return None

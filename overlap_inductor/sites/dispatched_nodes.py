@@ -103,7 +103,7 @@ class DispatchedNodes(SiteNodes):
         return bool(self.handed_out())
 
     def handed_out(self) -> list[fx.Node]:
-        """The steps that nodes outside the site also read, for example in the backward graph."""
+        """The steps that nodes outside the site also read, for example the graph's output."""
         members = {*self.steps, self.put}
         return [n for n in self.steps if any(user not in members for user in n.users)]
 

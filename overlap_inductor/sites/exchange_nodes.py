@@ -63,7 +63,8 @@ class ReceivedNodes(GatherNodes):
     """all-to-all -> views and pointwise ops -> matmuls.
 
     Attributes:
-        source: the tensor that is sent: the collective's input, or the tensor of which the input is a permuted copy.
+        source: the tensor that is sent: the collective's input, or the tensor of which the input is a view or a
+            permuted copy.
         source_layout: layout of ``source``, in the atoms of ``raw``.
         given: layout of the collective's result.
         raw: layout of what is sent, in the order in which the first matmul reads it. If the all-to-all's own order is

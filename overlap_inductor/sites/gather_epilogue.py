@@ -10,8 +10,8 @@ Transfers can run under these nodes. For ``silu(gate) * up`` before a down-proje
 Contract:
 
 - The nodes read each other, matmuls of the site that are cut by rows, scalars and single rows.
-- Outside the epilogue, only matmuls, collectives and the output read them. Inductor fuses a node into any other reader
-  at no cost.
+- Outside the epilogue, only matmuls, collectives and the output read them, directly or through views. Inductor fuses a
+  node into any other reader at no cost.
 """
 
 from __future__ import annotations

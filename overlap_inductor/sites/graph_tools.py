@@ -107,7 +107,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def same_shape(a: Any, b: Any) -> bool:
-    """Whether both have the same shape. Adds no guard."""
+    """Whether both are known to have the same shape. Adds no guard."""
     return len(shape(a)) == len(shape(b)) and all(map(same_size, shape(a), shape(b)))
 
 

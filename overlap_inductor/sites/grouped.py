@@ -170,8 +170,8 @@ def _behind_views(node: fx.Node) -> fx.Node:
 def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
     """One grouped matmul and the pointwise ops that compute ``top`` from its result, in graph order.
 
-    ``None`` if there is not exactly one grouped matmul within ``STEPS`` nodes. Also ``None`` if ``cut_by_rows`` is
-    ``None`` for a tensor that an op reads.
+    ``None`` if ``top`` is not a matrix, or if there is not exactly one grouped matmul within ``STEPS`` nodes. Also
+    ``None`` if ``cut_by_rows`` is ``None`` for a tensor that an op reads.
     """
     found: dict[fx.Node, bool] = {}
     shape = tools.shape(top)

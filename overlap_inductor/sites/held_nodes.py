@@ -92,7 +92,7 @@ class HeldNodes(SiteNodes):
 
     def places(self) -> list[Placement]:
         """At most one place. If an exchange starts after the attention, the place is right before the attention.
-        Otherwise, if a wait stands before the attention, the place is right after the attention."""
+        Otherwise, if there are ``early_readers``, the place is right after the attention."""
         attention = self.attention.node
         operands = [node for c in self.late_starts() for node in c.node.all_input_nodes]
         if operands:

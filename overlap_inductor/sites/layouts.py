@@ -137,7 +137,8 @@ class Layout:
         """The layout after a reshape. An atom is split where a boundary between dims falls inside it.
 
         Raises:
-            LayoutError: the rank atom would be split, an atom would be split unevenly, or the sizes do not match.
+            LayoutError: the rank atom would be split, an atom would be split unevenly, or the sizes do not match. Also
+                raised if ``refined`` raises it.
         """
         queue = self.flat()
         dims: list[tuple[Atom, ...]] = []
@@ -175,7 +176,8 @@ class Layout:
             size: full size of ``target``. Needed if symbols do not show that the world size divides it.
 
         Raises:
-            LayoutError: ``source`` does not begin with the rank atom, or the rank atom is uneven.
+            LayoutError: ``source`` does not begin with the rank atom, or the rank atom is uneven. Also raised if
+                ``refined`` raises it.
         """
         dims = [list(d) for d in self.refined().dims]
         if not dims[source] or not dims[source][0].rank:
@@ -200,7 +202,8 @@ class Layout:
         short or empty.
 
         Raises:
-            LayoutError: ``dim`` does not consist of exactly the ranks' shards, or ``size`` is an int below 2.
+            LayoutError: ``dim`` does not consist of exactly the ranks' shards, or ``size`` is an int below 2. Also
+                raised if ``refined`` raises it.
         """
         if not self.leads_with_rank(dim):
             raise LayoutError("rows are appended to, or cut off from, a dim that does not consist of the ranks' shards")

@@ -216,7 +216,8 @@ def emit_partial(graph: fx.Graph, matmul: MatmulNode, lhs: fx.Node, rhs: fx.Node
     """Write ``total + lhs @ rhs`` without bias, for a contraction in parts. Return the new node, without ``meta``.
     ``total``: the sum of the earlier parts, or ``None``.
 
-    The new node and ``total`` are int32 for ``int_mm``, fp64 for a matmul in fp64, and fp32 for any other matmul.
+    The new node and ``total`` are int32 for ``int_mm``. For another matmul, they have its result's dtype promoted with
+    fp32: for example fp32 for bf16, and fp64 for fp64.
     """
     call = graph.call_function
     if matmul.kind == "int_mm":

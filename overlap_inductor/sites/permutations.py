@@ -28,7 +28,8 @@ PERMUTATION = "overlap_permutation"
 
 
 def note(graph: fx.Graph) -> None:
-    """Mark each index tensor of an ``index`` op that is known to be a permutation, if there are grouped matmuls."""
+    """If the graph has grouped matmuls, mark the first index of each ``index`` op, if this index is known to be a
+    permutation."""
     if not any(map(is_grouped_operator, graph.nodes)):
         return
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Placement``: a place for a site's steps, behind all their operands and before the first use of a result.
 
-By default, the steps are written at the gather, and the nodes that compute other operands are moved up. If these must
-not be moved, the whole site is moved down to the first use of its results. This happens with activation checkpointing:
-in the backward graph, collectives may compute a gradient operand after the gather.
+By default, the steps of a site with a gather are written at the gather, and the nodes that compute other operands are
+moved up. If these nodes must not be moved, the whole site is moved down to the first use of its results. This happens
+with activation checkpointing: in the backward graph, collectives may compute a gradient operand after the gather.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Placement:
 
     Attributes:
         anchor: the node before which the steps are written.
-        sunk: the site's nodes that are moved down, in graph order.
+        sunk: the nodes that are moved down, in graph order.
         hoisted: the nodes that compute ``operands`` and are moved up, in graph order.
         operands: the nodes that the steps read.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write pieces of a gather's row-wise region (``sites.row_wise``). A piece is computed from one rank's shard or a part
-of it.
+"""Write pieces of a row-wise region (``sites.row_wise``) after a gather (``RowPieces``) or a matmul (``BandPieces``).
+After a gather, a piece is computed from one rank's shard or a part of it.
 
 Contract: nodes are written at the emitter's insertion point. Views get the piece's shape, other ops are copied, and
-tensors from elsewhere are cut to the piece's rows. On rank r::
+tensors from elsewhere are cut to the piece's rows. After a gather, on rank r::
 
     raw   = rows of rank r + shift, part p, of the gathered buffer
     piece = op(piece of the gathered input, rows of the other input that belong to rank r + shift and part p)

@@ -26,7 +26,7 @@ STEPS = 48
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Whether ``node`` multiplies each group of a matrix's rows by its own matrix."""
+    """Whether ``node`` multiplies each group of a matrix's rows by the group's own matrix. False if it adds a bias."""
     if not is_grouped_operator(node):
         return False
     lhs, rhs, *_ = node.args
@@ -92,7 +92,7 @@ def steps_before(last: list[fx.Node], ends: fx.Node, rows: Any) -> list[fx.Node]
     Args:
         last: steps, among them a grouped matmul.
         ends: for each expert, the end of its rows.
-        rows: the number of rows.
+        rows: the number of rows. If this is the int 1, the result is empty.
     """
     if isinstance(rows, int) and rows == 1:
         return []

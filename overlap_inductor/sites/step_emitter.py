@@ -98,8 +98,8 @@ class StepEmitter:
         return self.call(overlap.take.default, x, dim, shift, chunk, start, length, self.group_name)
 
     def take_sharded(self, x: fx.Node, dim: int, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """The rows of ``x`` along ``dim`` (layout ``sharded``) that belong to ``block`` of rank ``r + shift``. All
-        shards are full."""
+        """The rows of ``x`` along ``dim`` (layout ``sharded``) that belong to ``block`` of rank ``r + shift``. The
+        shards in ``x`` must be full."""
         if isinstance(sharded.outer, int) and sharded.outer == 1:
             return self.take(x, dim, shift, sharded.chunk, block.start, block.length)
         shape = tools.shape(x)
@@ -139,7 +139,7 @@ class StepEmitter:
         return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
-        """``x`` brought from layout ``source`` into layout ``target``, which has the same atoms in another order. The
+        """``x`` brought from layout ``source`` into layout ``target``, which has the same atoms in any order. The
         result is a view if possible. ``sizes`` gives other sizes to some atoms, by ``id(atom)``."""
         source, target = source.refined(), target.refined()
         if source.same_elements(target):
@@ -179,7 +179,8 @@ def _slice_with_gaps(x: fx.Node) -> bool:
 
 
 def part_count(size: Size, parts: int) -> int:
-    """Number of sub-chunks for a dim of ``size`` rows: ``parts``, but no more than ``size`` if ``size`` is known."""
+    """Number of sub-chunks for a dim of ``size`` rows: ``parts``, or ``size`` if ``size`` is known and smaller. At
+    least 1 if ``size`` is known."""
     return max(1, min(parts, size)) if isinstance(size, int) else parts
 
 

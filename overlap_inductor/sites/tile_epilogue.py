@@ -14,11 +14,14 @@ Rules:
   row, a column, one element or of the result's shape.
 - No extra is the result of another collective. Otherwise nodes of the tail could be part of a norm that the other
   collective's site computes.
-- The end must be needed in memory: a matmul, a collective or the graph's caller reads the end. Or a reader of the end
-  depends on a matmul that is computed from the end, as in a residual stream. Inductor fuses other pointwise chains at
-  no cost.
-- Inductor keeps ``erf`` and ``tanh``, because the tensor cores idle while a kernel computes them on a tile. A GELU took
-  longer on tiles than in a later kernel, by 3 % of the matmul's time (2 H200s, K = 8192).
+- The end must be needed in memory. If it is not, Inductor fuses the pointwise chain at no cost. The end is needed in
+  memory in these cases:
+
+  - A matmul, a collective, an overlap op or the graph's caller reads the end, directly or through views.
+  - A reader of the end depends on a matmul, collective or overlap op that is computed from the end. An example is a
+    residual stream.
+- A tail has no ``erf`` and no ``tanh``, because the tensor cores idle while a kernel computes them on a tile. A GELU
+  took longer on tiles than in a later kernel, by 3 % of the matmul's time (2 H200s, K = 8192).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``UnevenSentNodes``, ``UnevenReceivedNodes``: an all-to-all next to matmuls, if ranks' parts differ in rows.
+"""``UnevenSentNodes``, ``UnevenReceivedNodes``: an all-to-all next to matmuls, if ranks' parts may differ in rows.
 
 The parts are rows of the matmuls' result or operand, in the collective's own order. A part's number of rows may be
 known only at run time. Ranks do not compare these numbers: the program must give sender and receiver the same number.
@@ -24,7 +24,7 @@ from overlap_inductor.sites.reduce_nodes import ReduceNodes
 
 @dataclass
 class UnevenSentNodes(ReduceNodes):
-    """matmuls -> views, casts and sums -> all-to-all of parts of different sizes."""
+    """matmuls -> views, casts and sums -> all-to-all of parts that may differ in size."""
 
     @property
     def splits(self) -> Splits:
@@ -40,7 +40,7 @@ class UnevenSentNodes(ReduceNodes):
 
 @dataclass
 class UnevenReceivedNodes(GatherNodes):
-    """all-to-all of parts of different sizes -> views -> matmuls."""
+    """all-to-all of parts that may differ in size -> views -> matmuls."""
 
     @property
     def splits(self) -> Splits:

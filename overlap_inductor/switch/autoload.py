@@ -3,7 +3,8 @@
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` prevents the call.
 
 An exception here would break ``import torch`` for everybody. So the entry point only reads two variables. If they ask
-for something, it leaves a hook for the import of a module of Inductor. The first compile checks the variables' values.
+for something, it registers the name of the log and leaves a hook for the import of a module of Inductor. The first
+compile checks the variables' values.
 """
 
 from __future__ import annotations

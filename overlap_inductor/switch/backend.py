@@ -36,7 +36,8 @@ def overlap_inductor(
             force.
 
     Raises:
-        ConfigError: an option is neither a field nor an option of Inductor, or a field has a value that is not allowed.
+        ConfigError: an option is neither a field nor an option of Inductor. Also raised if a field, or a variable of
+            the environment, has a value that is not allowed.
         UnsupportedError: this torch is too old or too new.
     """
     with shown_plainly():

@@ -15,7 +15,8 @@ from typing import Protocol
 
 
 def captured_by_inductor() -> bool:
-    """Whether Inductor runs the graph that it compiles now as a CUDA graph, as with ``mode="reduce-overhead"``."""
+    """Whether Inductor is set to run the graph that it compiles now as a CUDA graph, for example by
+    ``mode="reduce-overhead"``."""
     from torch._inductor import config
 
     return bool(config.triton.cudagraphs)

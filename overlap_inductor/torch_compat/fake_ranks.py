@@ -24,9 +24,9 @@ class RanksError(ConfigError):
 
 @contextmanager
 def one_process_as(ranks: int, fixed: bool, most: int | None = None) -> Iterator[None]:
-    """In this context, every new process group has the ``fake`` backend. This process is rank 0 of the default group,
-    or the ``rank`` that the program passes. The environment variables of ``torchrun`` hold the group's size and rank 0.
-    At the end, the variables are restored and the default group is destroyed.
+    """In this context, every new process group has the ``fake`` backend. This process has the ``rank`` that the
+    program passes, if the default group has this rank; else rank 0. The environment variables of ``torchrun`` hold the
+    group's size and rank 0. At the end, the variables are restored and the default group is destroyed.
 
     Args:
         ranks: size of the default group, unless the program passes a ``world_size``.

@@ -13,8 +13,8 @@ from torch import fx
 
 
 def freezing() -> str | None:
-    """Why the ranks cannot compare the inputs of the graph being compiled, if Inductor's freezing is on; else ``None``.
-    Freezing makes constants of parameters."""
+    """Why the ranks cannot compare the inputs of the graph being compiled, if Inductor freezes it; else ``None``.
+    Freezing makes constants of parameters. Inductor freezes only graphs without gradients."""
     from torch._inductor import config
 
     if config.freezing and not torch.is_grad_enabled():
@@ -35,12 +35,11 @@ def nested_region(graph: fx.Graph) -> str | None:
 
 
 def is_parameter(node: fx.Node) -> bool | None:
-    """Whether a placeholder of the graph being compiled is a parameter or buffer, or an inner tensor of one. ``None``
-    if this is unknown (without Dynamo, for example).
+    """Whether a placeholder of the graph being compiled has a static address: a parameter or buffer, or an inner tensor
+    of one, for example. ``None`` if this is unknown (without Dynamo, for example).
 
-    AOTAutograd lists the positions of such inputs among the forward's inputs. Names of a backward's inputs contain the
-    positions, counted from 1.
-    """
+    AOTAutograd lists the positions of such inputs among the forward's inputs. The name ``primals_N`` of an input
+    contains its position in the forward, counted from 1."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()

@@ -15,7 +15,7 @@ FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 
 
 def operator(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The operator that ``node`` calls, or ``None`` for an input, an output or a plain Python function."""
+    """The operator (``OpOverload``) that ``node`` calls, or ``None``, for example for an input or an output."""
     target = node.target
     return target if node.op == "call_function" and isinstance(target, torch._ops.OpOverload) else None
 

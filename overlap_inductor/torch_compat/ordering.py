@@ -3,7 +3,7 @@
 
 Unrolled steps of a ring write to a buffer in flight and read from it. Some later passes of Inductor move nodes by data
 dependencies alone. If such a pass is on (``moving_pass``), rings are not unrolled. If another pass has moved a step
-(``moved``), the compile raises an error. Otherwise, the graph would read data that has not arrived.
+(``moved``), the compile raises an error. Without this error, the graph could read data that has not arrived.
 
 ``preserve_order`` makes each key of ``edges`` run after its values, with Inductor's ``control_deps``::
 

@@ -31,8 +31,8 @@ class StepValues:
         self._known: dict[Any, tuple[Any, ...] | None] = {}
 
     def evaluate(self, node: fx.Node, site: str) -> Any:
-        """The result of ``node`` as a new fake tensor. ``site``: the site's id. The node may take this id as an
-        argument, but the result does not depend on the id."""
+        """Returns the result of ``node`` for the fake tensors of its arguments, and marks the node (``mark``).
+        ``site``: the site's id. The node may take this id as an argument, but the result does not depend on the id."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         mark(node)
         # A graph has one fake mode.
@@ -56,8 +56,8 @@ class StepValues:
         """Call this after an argument of ``node`` was replaced. Marks ``node`` as up to date if a new evaluation has
         the same sizes, strides, offset, dtype and device.
 
-        A view gets the new value, because it shares memory with its argument. So do the views of this view. If one of
-        these views cannot be evaluated here, all are left to Inductor.
+        A view gets the new value, because it shares memory with its argument. Views of this view get new values, too.
+        If one of these views cannot be evaluated here, all are left to Inductor.
 
         An unmarked node gets a new value with another storage from Inductor. Inductor then evaluates every node that
         depends on it.
@@ -109,7 +109,7 @@ def evaluated(node: fx.Node) -> Any:
 
 
 def computed(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of ``function``, computed without adding a guard. At least one argument is symbolic or fake."""
+    """The result of ``function``, computed without adding a guard."""
     sizes = [v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.SymInt)]
     if not operators.tensors_in((args, kwargs)):
         with without_guards(sizes[0].node.shape_env if sizes else None):

@@ -60,7 +60,8 @@ def allocate(
     leaves nothing allocated.
 
     Raises:
-        NotOnAllRanks: a rank could not allocate or map (raised by ``together``).
+        NotOnAllRanks: a rank could not allocate or map (raised by ``runtime.all_or_none``). ``each_alone`` lets torch's
+            own error through.
     """
     # CUDA graph trees claim the memory that the thread of a graph's first run allocates. The rendezvous allocates a
     # little memory and keeps it, so another thread runs it.
@@ -186,7 +187,8 @@ def _reach(here: int, local: int) -> Reach:
 
 
 def why_no_kernels(device: torch.device) -> str | None:
-    """Why this package's kernels cannot run on the GPU, or ``None``. The same on all ranks with this kind of GPU."""
+    """Why this package's kernels cannot run on the GPU, or ``None``. After CUDA is initialized, the same on all ranks
+    with this kind of GPU."""
     facts = reach()
     if not on_gpu(device):
         return f"it needs NVIDIA GPUs; the tensors are on {device.type}"
@@ -219,8 +221,8 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
 
 def without_peers(ranks: tuple[int, ...], device: torch.device) -> bool:
     """Whether these global ranks are on one machine, and no GPU of these ranks reaches the memory of another. Their
-    collectives then go through the host's memory. Rank ``r`` is assumed to use GPU ``r % local_ranks``, so every rank
-    has the same answer."""
+    collectives then go through the host's memory. False if ``why_no_kernels`` gives a reason, or if plans are made for
+    another machine. Rank ``r`` is assumed to use GPU ``r % local_ranks``, so every rank has the same answer."""
     facts = reach()
     if (
         target() is not None

@@ -34,7 +34,7 @@ def supported() -> str:
 
 
 def unsupported_reason(version: str | None = None) -> str | None:
-    """Why this version of torch is not supported, as a sentence. ``None`` if it is supported."""
+    """Why this version of torch is not supported, and what to install. ``None`` if it is supported."""
     version = torch_version() if version is None else version
     found = release(version)
     if found is not None and OLDEST <= found < FIRST_UNKNOWN:

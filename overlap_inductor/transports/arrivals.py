@@ -20,8 +20,8 @@ BLOCK, BLOCKS_AN_SM = 2048, 4
 
 
 def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind: int) -> PreparedKernel:
-    """A kernel that holds the stream until parts ``first .. last - 1`` of the peers' transfers have arrived. ``kind``:
-    one of ``WAIT_...`` in ``kernels.layout``, for the fault record."""
+    """A kernel that holds the stream until parts ``first .. last - 1`` of the peers' transfers have arrived, or until
+    the group is aborted. ``kind``: one of ``WAIT_...`` in ``kernels.layout``, for the fault record."""
     fixed = {
         **call_arguments(wait_for_parts, launch),
         "index": transfer.index,

@@ -36,7 +36,8 @@ still run. These copies do no harm:
 Steps 1 and 2 run in kernels. So they also run when a CUDA graph is replayed.
 
 What is sent may also depend on waits after the wait for credits (``guarded``). Then ``announce`` writes the word again
-after these waits. If one of these waits timed out, ``announce`` writes a number for which no rank waits.
+after these waits. If the group has been aborted by then, for example because one of these waits timed out, ``announce``
+writes a number for which no rank waits.
 
 Turns. While the ranks are in step, no two of them send to the same rank. If two ranks do, each gets half a link. So a
 late rank becomes later and disturbs the next rank, too. In the end, each rank sends as if it chose its receivers at

@@ -21,8 +21,8 @@ class Nccl:
 
     @contextlib.contextmanager
     def forked(self, device: torch.device) -> Iterator[contextlib.AbstractContextManager[Any]]:
-        """As ``WholeCollectives.forked``. The streams are joined even if the body raises. Otherwise the side stream's
-        memory could be reused too early, and a CUDA graph's capture would stay incomplete."""
+        """As ``WholeCollectives.forked``. The streams are joined even if the body raises. Without this join, the side
+        stream's memory could be reused too early, and a CUDA graph's capture would stay incomplete."""
         if device.type != "cuda":
             yield contextlib.nullcontext()
             return

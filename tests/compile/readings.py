@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that shorten a report to a few fields."""
+"""Functions that shorten a report to a few fields, and ``traced``, which makes a report."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ def test_the_planner_counts_keys_and_values() -> None:
 
 
 def test_the_planner_counts_the_hidden_keys_that_pieces_do_not_skip() -> None:
-    """Causal attention as written does not compute hidden scores. With 2 x 1024 keys, it computes a quarter of the
+    """Causal attention as written does not compute masked scores. With 2 x 1024 keys, it computes a quarter of the
     scores of 1024 queries, and half of the scores of 2048 queries. The ring's pieces compute all scores."""
     for layer, share in ((heads_first, 4), (all_queries, 2)):
         (full,), (causal,) = (_planned(1024, *mask, layer=layer).sites for mask in ((), (True,)))

@@ -175,8 +175,8 @@ def test_views_of_a_replaced_tensor_become_views_of_the_new_one() -> None:
 
 
 def test_views_are_left_to_inductor_if_one_of_them_cannot_be_evaluated() -> None:
-    """A split's result is a list, and ``StepValues`` gives no value to a list. So all views keep their old values and
-    are out of date."""
+    """A split's result is a list, and ``StepValues.keep`` gives no new value to a list. So all views keep their old
+    values and are out of date."""
     with fake_group(2):
         made = HandGraph()
     x, new = made.input(4, 6), made.input(4, 6, name="new")

@@ -123,7 +123,7 @@ def _mean(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, places: torch.Te
 
 @pytest.mark.usefixtures("two")
 def test_what_no_looping_op_computes() -> None:
-    """Unrolled steps compute any reduction over a token's experts. The looping op computes only a sum."""
+    """Unrolled steps also compute a mean over a token's experts. The looping op computes only a sum."""
     x, w = torch.randn(32, 16).bfloat16(), torch.randn(4, 16, 16).bfloat16()
     arguments = x, w, torch.tensor([8, 8, 20, 32]).int(), torch.arange(32).flip(0)
     (unrolled,), (looping,) = reports_by_fields(_mean, *arguments, several=[{}, {"step_node_budget": 1}])

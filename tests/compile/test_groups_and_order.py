@@ -49,7 +49,7 @@ def test_other_groups_are_left_alone_and_in_order() -> None:
 
 
 def test_ranks_of_a_sub_group_of_a_mesh_have_one_text() -> None:
-    """The first and the last rank of a sub-group have one graph. Two sub-groups may differ."""
+    """The graphs of a sub-group's first and last rank must have one text. The texts of two sub-groups may differ."""
     texts: dict[int, set[str]] = {0: set(), 1: set()}
     for rank in (0, 3, 4, 7):
         with fake_group(8, rank), torch.no_grad():
@@ -63,8 +63,8 @@ def test_ranks_of_a_sub_group_of_a_mesh_have_one_text() -> None:
 
 
 def test_kept_collectives_of_the_group_are_chained() -> None:
-    """Inductor must not move a kept collective across the ring's steps, because all ranks must call them in one
-    order."""
+    """All ranks must call a kept collective and a ring's steps in one order. So Inductor must not move the collective
+    across the steps."""
     with fake_group(2):
         made = HandGraph()
         x, w, g, h = made.input(4, 16), made.input(16, 8, name="w"), made.input(3, name="g"), made.input(3, name="h")

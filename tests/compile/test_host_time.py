@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On GPUs, ``auto`` overlaps a graph of several collectives only if the GPU needs much longer than the host."""
+"""On GPUs, ``auto`` leaves the sites of a graph with several collectives as written if the GPU does not need much
+longer than the host. Small messages and CUDA graphs, for example, are exceptions."""
 
 from __future__ import annotations
 

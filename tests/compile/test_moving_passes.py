@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of Inductor that run after ours and move nodes. If one is on, each ring is written as one op. If a step of a
-ring is moved all the same, the compile ends with an error."""
+"""Passes of Inductor that run after the overlap pass and move nodes. If such a pass is on, no ring is unrolled. If a
+step of an unrolled ring is moved all the same, the compile ends with an error."""
 
 from __future__ import annotations
 

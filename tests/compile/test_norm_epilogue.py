@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the residual add and the RMSNorm after an all-reduce. A chain that is only similar must not be found."""
+"""``find_norm`` finds the residual add and the RMSNorm after an all-reduce. It must not find a chain of ops that is
+only similar to them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def group() -> Iterator[Any]:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[NormEpilogue | None]]:
-    """The norm found after each all-reduce of a function, in the graph that the overlap pass gets."""
+    """A function. It compiles its argument ``function`` in mode ``report`` and returns one entry for each all-reduce
+    site: the norm found after the site, or ``None``."""
     results: list[NormEpilogue | None] = []
     find = SiteFinder.run
 
@@ -93,7 +95,7 @@ def test_a_norm_that_rounds_later_is_not_found(group: Any, found: Any) -> None:
 
 
 class Hand:
-    """The chain of residual add and norm, node by node. Each argument of ``norm`` replaces one part."""
+    """The chain of residual add and norm, node by node. Each optional argument of ``norm`` changes one part."""
 
     def __init__(self) -> None:
         self.g = HandGraph()

@@ -46,8 +46,8 @@ def lines(base: ForkBase, folder: Path, rank: int = 0, **variables: str) -> list
 
 
 def test_one_line_by_default_and_with_torch_logs_also_from_a_cache(inductor_base: ForkBase, tmp_path: Path) -> None:
-    """With ``TORCH_LOGS``, each line has torch's prefix and appears once, and graphs without a collective have a line,
-    too."""
+    """With ``TORCH_LOGS=overlap_inductor``, each line has torch's prefix and appears once, and graphs without a
+    collective have a line, too."""
     pretend_installed(tmp_path)
     (line,) = lines(inductor_base, tmp_path)
     assert line.startswith(f"overlap_inductor: {LINE}") and line.endswith("; report: set OVERLAP_INDUCTOR_DUMP=FOLDER")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport from outside the package needs only to be registered. Then it is configured, planned, shown by the doctor
-and offered by the bench."""
+"""A transport from outside the package needs only to be registered. Then the switch ``transport`` accepts its name,
+plans use it, the doctor shows it, and the bench offers it."""
 
 from __future__ import annotations
 

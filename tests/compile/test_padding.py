@@ -92,8 +92,8 @@ SMALL = [(7, 18), (18, 10), (10, 18)]
 
 
 def test_padding_elsewhere_renames_no_site() -> None:
-    """Padding changes the numbers in Inductor's node names. In a plain function, the site is named after a node. The
-    site's id must not change."""
+    """Padding changes the numbers in Inductor's node names. In a function without modules, the name of a matmul's node
+    takes the place of the site's module. The site's id must not change."""
     group = torch.distributed.group
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:

@@ -231,8 +231,8 @@ def test_every_write_belongs_to_the_transfer_of_its_buffer(
 def test_a_kernel_that_writes_to_a_rotated_place_needs_the_rank(
     given: list[list[type]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rotated place is a slice whose offset depends on the rank's symbol. Inductor does not look for symbols there.
-    So ``rank_symbol`` looks at inputs and results with such an offset."""
+    """A rotated place is a slice whose offset depends on the rank's symbol. If a kernel writes to such a place,
+    Inductor does not find the symbol. So ``rank_symbol`` looks at inputs and results with such an offset."""
     found: dict[str, set[str]] = {"inputs": set(), "results": set()}
     views = rank_symbol._views
 

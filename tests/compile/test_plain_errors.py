@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's own errors reach the caller of a compiled function unchanged, and without frames of torch."""
+"""The package's own errors reach the caller of a compiled function with their message and attributes. They show frames
+of torch only if Dynamo is verbose."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def of_compile(kind: type[OverlapError], **options: Any) -> OverlapError:
 def test_a_bad_variable_is_the_last_line_of_a_script(
     torch_base: ForkBase, tmp_path: Path, variable: str, value: str, problem: str, caches: str
 ) -> None:
-    """With the caches off, the switches are first read in the hook of another Inductor function. The error must look as
-    it does with the caches on."""
+    """Whether the caches are on decides in which hook of Inductor the switches are first read. The error must look the
+    same in both cases."""
     pretend_installed(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH"))}

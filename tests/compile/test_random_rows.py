@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random token-wise programs between all-reduces. More than 90 % must be rewritten to run on rows. On every rank, the
-results must be those of the program as written."""
+"""Random programs of all-reduces and other ops. Most of the other ops are token-wise. In more than 90 % of the
+programs, a stretch must be rewritten. On every rank, the results must be those of the program as written."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Program:
         self.add(self.made.op("add.Tensor", x, self.made.op("full_like.default", x, 0.25)), lead)
 
     def mix(self) -> None:
-        """An op that needs all tokens."""
+        """An op along the first token dim."""
         x, lead = self.tensor()
         name, *args = self.of([("cumsum.default", 0), ("flip.default", [0]), ("_softmax.default", 0, False)])
         self.add(self.made.op(name, x, *args), lead)

@@ -96,8 +96,9 @@ def _order(lines: list[str]) -> list[str]:
 
 @pytest.mark.usefixtures("alone")
 def test_exchanges_run_under_the_attention_and_keep_what_they_send() -> None:
-    """With ``keep``, an exchange starts only when its result is needed. With ``early_start``, it starts before an
-    attention that does not need it. Meanwhile, the sent buffer must not be freed or reused."""
+    """With ``keep``, an exchange starts only when its result is needed. With ``early_start``, the exchange
+    starts before an attention that does not need that result. Until the exchange's wait, the sent buffer must not be
+    freed or reused."""
     assert _order(_lines("alltoall", "keep")) == ["attention", *["exchange", "wait for it", "attention"] * 2]
     assert _order(_lines("allgather", "early_start")) == ["gather", "attention", "wait for it", *["attention"] * 2]
     lines = _lines("alltoall", "early_start")

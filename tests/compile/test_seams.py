@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A seam may be written in bands if it keeps all rules of ``seams.check``."""
+"""A seam may be written in bands only if it keeps all rules of ``seams.check`` and its sites' plans fit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Parts:
 
 
 def _bands(parts: Parts, **fields: Any) -> list[Any]:
-    """The number of bands in each site's plan. The graph is not rewritten."""
+    """The number of bands in each site's plan, or ``None`` for a plan without bands. The graph is not rewritten."""
     with fake_group(2):
         report = parts.seam().run(mode="report", **{"sub_chunks": 2, **fields})
     assert [s.facts.pattern for s in report.sites] == ["matmul_reduce_scatter", "all_gather_matmul"]
@@ -71,8 +71,8 @@ def _bands(parts: Parts, **fields: Any) -> list[Any]:
 
 
 def test_bands_of_tiny_matmuls_on_many_ranks() -> None:
-    """The bands' gather has fewer hops than the ring's. They save more time than both sites' matmuls take, so the
-    estimate of what bands add is negative."""
+    """A gather in bands has fewer hops than a ring's gather. The saved hops take longer than both sites' matmuls. So
+    the time that bands are estimated to add is negative."""
     with fake_group(8):
         report = Parts(tokens=400, between=_residual_and_norm).seam().run(mode="report", sub_chunks=2)
     assert [s.decision.moving.parameters.get("bands") for s in report.sites] == [2, 2]
@@ -114,7 +114,8 @@ def _multiplied_by_rows(made: HandGraph, gathered: fx.Node, scattered: fx.Node) 
 
 
 def _mean_read_outside(made: HandGraph, scattered: fx.Node) -> fx.Node:
-    """The rows are divided by their variance. An op outside the seam reads the mean, another result of the same op."""
+    """``var_mean`` returns a variance and a mean. The rows are divided by the variance. An op outside the seam reads
+    the mean."""
     both = made.call(aten.var_mean.correction, scattered, [-1], correction=0, keepdim=True)
     made.call(aten.neg.default, made.call(getitem, both, 1))
     return made.call(aten.div.Tensor, scattered, made.call(getitem, both, 0))
@@ -217,7 +218,7 @@ def test_copies_for_other_readers_count() -> None:
 
 
 def test_bands_keep_to_the_budget_of_nodes() -> None:
-    """The smaller budget has room for both rings, but not for the bands' 14 nodes."""
+    """Bands add about 14 nodes. The smaller budget has room for both rings, but not for these nodes."""
     sizes: dict[int, int] = {}
     for budget in (3000, 60):
         with fake_group(2):

@@ -359,9 +359,9 @@ def test_a_site_is_refused_if_its_operand_sinks_below_it() -> None:
 
 
 def test_a_site_is_refused_if_a_node_that_moves_up_reads_one_that_moves_down() -> None:
-    """The first gather needs the result of a reduction, so it moves down below the second gather. The second site's
-    operand depends on the first gathered tensor, so it cannot move up. The second site must be refused before its
-    rewrite."""
+    """The first gather's matmul needs the result of a reduction. So the first gather moves down, below the second
+    gather. The second site's operand depends on the first gathered tensor, so this operand cannot move up. The second
+    site must be refused before its rewrite."""
     with fake_group(2):
         made = HandGraph()
         first, reduced, second = (

@@ -48,7 +48,8 @@ def unrolled(report: OverlapReport) -> list[bool]:
     ("world_size", "layers"), [(8, 80), pytest.param(64, 80, marks=pytest.mark.thorough), (1024, 80)]
 )
 def test_eighty_layers_stay_within_the_budget(world_size: int, layers: int) -> None:
-    """A site that does not fit the budget is still overlapped. The graph does not grow with the number of ranks."""
+    """A site that does not fit the budget is still overlapped. The number of added nodes has a limit that does not
+    depend on the number of ranks."""
     with fake_group(world_size, 1):
         made = backward(layers)
         before = len(made.graph.nodes)
@@ -257,8 +258,8 @@ def test_pointwise_ops_before_the_matmul_are_computed_on_shards(kind: str, statu
     ],
 )
 def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status: str) -> None:
-    """A looping reduction computes a matmul that is the bias of another, the addition of one row, and one change of
-    dtype."""
+    """After a matmul, a looping reduction computes the addition of another matmul's result, the addition of one row,
+    and one change of dtype."""
 
     def convert(x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         return made.call(torch.ops.prims.convert_element_type.default, x, dtype)

@@ -75,8 +75,8 @@ def check_exchanges(name: str, world_size: int, ranks: Iterable[int], budgets: I
 
 @pytest.mark.parametrize("name", cases(0, 2))
 def test_the_first_and_the_last_rank_exchange_alike(name: str) -> None:
-    """All ranks must choose the same bands and ids, and unroll the same sites within a budget. Only rank 0 has the
-    bias, and only the last rank has the smaller shard."""
+    """All ranks must choose the same bands and ids, and unroll the same sites within a budget. If one rank alone
+    has a bias, it is rank 0. If one shard is smaller, it is the last rank's."""
     budgets = BUDGETS if name in WITH_EVERY_BUDGET else ("unrolled",)
     check_exchanges(name, 3, (0, 2), [BUDGETS[b] for b in budgets])
 

@@ -46,8 +46,8 @@ Layer = Callable[..., torch.Tensor]
 
 
 def cases() -> list[tuple[str, str, Layer, torch.dtype, int]]:
-    """``(backend, mask, layer, dtype, own tokens)``. Attention ops pad log-sum-exps to a multiple of 32. So some cases
-    have 80 own tokens, which is not a multiple of 32."""
+    """``(backend, mask, layer, dtype, own tokens)``. Memory-efficient attention pads log-sum-exps to a multiple of
+    32. So some of its cases have 80 own tokens, which is not a multiple of 32."""
     found: list[tuple[str, str, Layer, torch.dtype, int]] = [
         (backend, "none", layer, torch.bfloat16, OWN) for backend in BACKENDS for layer in LAYERS
     ]

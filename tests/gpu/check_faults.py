@@ -199,7 +199,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--late", type=float, default=15.0, help="seconds by which the late peer is late")
-    parser.add_argument("--only", nargs="*", help="names of the scenarios to run besides well; default: all")
+    parser.add_argument("--only", nargs="*", help="scenarios to run ('well' always runs); default: all")
     parser.add_argument("--schedule", default="fused", choices=SCHEDULES)
     parser.add_argument("--way", default="", help="way of a variant (tests.gpu.stress_variants); default: the first")
     parser.add_argument("--ranks-share-gpus", action="store_true")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Litmus tests of the memory orderings between two GPUs on which the kernels rely.
+"""Litmus tests of the memory orderings that the kernels need between two GPUs.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus [--rounds 20000] [--only "two blocks, bulk"]
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus --ranks-share-gpus
@@ -7,10 +7,11 @@
 Each test is one *way* to write and read. Some ways omit an ordering on purpose, and their data may be wrong. In each
 round:
 
-1. block b of an even rank fills a tile in its partner's memory with the round's number, and signals;
+1. block b of an even rank fills a tile in its partner's memory with the round's number, and signals. In some ways, two
+   blocks or the copy engine take the place of block b;
 2. block b of the partner waits, counts the words that hold another number, and acknowledges.
 
-Two blocks of one GPU do the same afterwards. Rank 0 prints one JSON row per way. Results:
+Two blocks of one GPU do the same afterwards. Rank 0 prints one JSON row per way. Rows of earlier runs are in
 ``bench/results/litmus.jsonl``. The exit status is 1 in these cases:
 
 - a word was wrong in a way on which the kernels rely;

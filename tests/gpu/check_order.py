@@ -7,8 +7,8 @@ For each input, the first result is compared with fp64. Later results must be bi
 status is 1 in these cases:
 
 - a result was wrong, or a wait timed out;
-- a capture that must be refused was accepted;
-- the ranks got different reasons for refusing the workspace that does not fit.
+- a capture that must be refused was accepted, or its error does not name ``torch.cuda.CUDAGraph``;
+- a rank did not get the expected reason for refusing the workspace that does not fit.
 
 With ``--ranks-share-gpus``, two ranks can share one GPU. They take turns on it, so a call takes tens of milliseconds.
 """

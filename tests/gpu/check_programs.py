@@ -6,7 +6,7 @@
 
 Each program is called three times, with different values. An error against fp64 may be up to 2 % of the largest
 element, or three times the uncompiled function's error. The larger limit counts. Prints one JSON row per schedule. The
-exit status is 1 if a result is wrong or a rewrite failed.
+exit status is 1 if a result is wrong or a report has a notice, for example of a failed rewrite.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ tile."""
 def wrong(
     program: Program, schedule: str, mode: str | None, dynamic: bool, rank: int, overlapped: Counter[str]
 ) -> list[str]:
-    """Run the compiled program and return its problems. ``dynamic``: the rows of its first two inputs may be
-    symbolic."""
+    """Run the compiled program and return its problems. ``dynamic``: the rows of the first two inputs may be
+    symbolic. These rows are dim 0 of the first input and dim 1 of the second."""
     torch._dynamo.reset()
     reporting.forget_reports()
     function = program.function()

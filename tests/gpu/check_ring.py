@@ -162,7 +162,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--share", default="0/1", metavar="I/N", help="run every N-th case, from case I on (counted from 0)"
     )
-    parser.add_argument("--all", action="store_true", help="run looping ops instead of the variant sub_chunks=1")
+    parser.add_argument(
+        "--all", action="store_true", help="replace the variant with sub_chunks=1 by one with looping ops"
+    )
     parser.add_argument("--graphs", action="store_true", help="run only the variant with CUDA graphs")
     parser.add_argument("--bench", action="store_true", help="time llama3-70b shapes, MLP and head")
     return parser.parse_args()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks all patterns of all schedules except ``ring`` under stress on GPUs.
+"""Checks schedules ``fused``, ``chunked``, ``small_message`` and ``wave_groups`` on GPUs under stress. Of their
+patterns, only the lookups of ``fused`` are left out.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_stress [--iterations 10000] [--only delays poison] \\
         [--schedules fused chunked small_message wave_groups] [--patterns matmul_all_to_all all_to_all_matmul]

@@ -24,7 +24,7 @@ def _counters(sites: Sequence[Repeated]) -> dict[str, torch.Tensor]:
 
 
 def _late_call(site: Repeated, wrong: dict[str, torch.Tensor], chance: random.Random) -> None:
-    """Make one call and compare its result on the GPU. One call in five is delayed on this rank."""
+    """Make one call and compare its result on the GPU. About one call in five is delayed on this rank."""
     name, call, first = site
     if chance.random() < 0.2:
         torch.cuda._sleep(chance.randrange(200_000))

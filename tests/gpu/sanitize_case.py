@@ -8,8 +8,8 @@ if a result was wrong.
 Without torch's caching allocator, every tensor has its own allocation. So the tool finds each access past the end of a
 tensor. The tool makes kernels about fifty times slower.
 
-``--ranks-share-gpus`` uses a gloo group, so that the tool does not check NCCL's kernels. ``wave_groups`` is left out,
-because it needs NCCL.
+``--ranks-share-gpus`` uses a gloo group, so that the tool does not check NCCL's kernels. The option leaves out schedule
+``wave_groups``, which needs NCCL.
 """
 
 from __future__ import annotations

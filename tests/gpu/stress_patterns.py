@@ -72,7 +72,7 @@ class Pattern(ABC):
 
 
 class ReceivedFirst(Pattern):
-    """The ranks exchange first. Then each rank multiplies what it received by its own right operand."""
+    """The ranks exchange first. Then each rank multiplies the result of the exchange by its own right operand."""
 
     @abstractmethod
     def operand(self, lefts: Sequence[torch.Tensor], rank: int) -> torch.Tensor:

@@ -140,7 +140,8 @@ class _Site:
 def sites(
     variant: Variant, group: dist.ProcessGroup, names: Sequence[str], shapes: Sequence[Shape] = SHAPES, seed: object = 0
 ) -> list[list[Call]]:
-    """Make a site for each name, and the sites' workspace. All ranks of the group call this together.
+    """Make a site for each name, and the sites' workspace, which schedule ``wave_groups`` does not need. All ranks of
+    the group call this together.
 
     Returns each site's calls, with ``INPUTS`` inputs of each shape. The sites take the slots of the group's workspace
     in turn. Equal seeds give equal inputs, also in another group.
@@ -171,7 +172,7 @@ def first_results(calls: Sequence[Call]) -> list[Repeated]:
 
 
 def off(result: torch.Tensor, call: Call) -> float:
-    """The largest error, relative to the largest element."""
+    """The largest error, relative to the largest element. Infinite if the shapes differ or a number is NaN."""
     exact = call.exact()
     if result.shape != exact.shape:
         return float("inf")

@@ -13,7 +13,8 @@ HERE = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Rewrite the kernels once for all ranks. xdist's main process runs no test, so it does not even import torch."""
+    """Rewrite the kernels for the interpreter, once for all ranks. xdist's main process runs no test, so it does not
+    even import torch."""
     if os.environ.get("TRITON_INTERPRET") == "1" and config.getoption("dist", "no") == "no":
         import tests.support.warm_kernels  # noqa: F401
         from tests.support import gloo_ranks

@@ -41,8 +41,8 @@ class Call:
     """A call of a schedule.
 
     Attributes:
-        run: ``run(launch, value)`` makes the call on matrices full of ``value`` and of ones. All ranks pass the
-            same ``value``. Every element of the result is ``right(value, world_size)``.
+        run: ``run(launch, value)`` computes operands from ``value`` and makes the call. All ranks pass the same
+            ``value``. Every element of the result is ``right(value, world_size)``.
         gathers: whether ``right`` does not depend on the number of ranks, as for a gather or an all-to-all.
     """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PreparedKernel`` takes the tensors of a launch in a given order of names. It must pass each tensor to the parameter
-of that name."""
+"""``PreparedKernel`` gets the names of a launch's tensors in some order, and then takes the tensors in this order. It
+must pass each tensor to the parameter with the tensor's name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles small functions with fp8 sites (``_scaled_mm``) and schedule ``chunked``. The graphs run on several
-processes and are compared with fp64 matmuls of the dequantised operands."""
+processes. Their results are compared with those of fp64 matmuls of the dequantised operands."""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ def _one_of_two(block: int, space: SharedWorkspace, steps: torch.Tensor) -> None
 
 def test_two_blocks_that_give_up_together_leave_one_whole_record() -> None:
     space = SharedWorkspace.of(3, 16, 1)
-    # The record is made before the fork, so its addresses are right in both processes.
+    # ``faults`` holds tensors whose addresses the kernels read. It is made before the fork, so both processes have
+    # these tensors at the same addresses.
     faults = space.faults(0)
     run_ranks(2, _one_of_two, space, shared(2), seconds=60)
     del faults

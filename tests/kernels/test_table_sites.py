@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles small DLRMs with schedule ``fused``. The rewritten graphs run on several processes, forward and backward,
-with the lookup kernel in Triton's interpreter."""
+"""Compiles small DLRMs with schedule ``fused``. The rewritten graphs run on two processes, with the
+lookup kernel in Triton's interpreter. Two models run forward and backward, one model runs forward only."""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ CASES = {
 
 
 def _pooled(lookups: Lookups, table: int, dtype: torch.dtype) -> torch.Tensor:
-    """The bags of one table, summed in ``dtype`` one row after the other."""
+    """One table's results in ``dtype``. A bag's rows are added one after the other. For a mean, the sum is then
+    divided. Plain rows are only read."""
     if not lookups.offsets:
         return lookups.tables[table][lookups.indices[table].long()].to(dtype)
     rows, indices = lookups.tables[table].to(dtype), lookups.indices[table].tolist()
@@ -137,8 +138,8 @@ def _check_saved(lookups: Lookups, table: int, of_index: torch.Tensor, sizes: to
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_fp64_and_the_order_of_torch(name: str) -> None:
-    """Results in fp32 and fp16 are bitwise equal to fp32 sums in the order of the indices, rounded once. All results
-    are close to fp64 and to torch's op."""
+    """Results in fp32 and fp16 are bitwise equal to fp32 sums or means in the order of the indices, rounded once. All
+    results are close to fp64 and to torch's op."""
     case = CASES[name]
     out = shared(CALLS, case.world_size, case.bags * case.tables * case.width, dtype=case.dtype, fill=float("nan"))
     run_ranks(case.world_size, _rank, SharedWorkspace.of(case.world_size, *case.need), out, case)
@@ -219,7 +220,8 @@ def _changed(lookups: Lookups, index: int | None = None, offsets: list[int] | No
 
 
 def test_a_wrong_index_or_offset_fails_an_assert() -> None:
-    """On a GPU, the assert stops the kernel. Without it, the rows of another tensor would be read and sent."""
+    """On a GPU, the assert stops the kernel. Without the assert, the kernel could read and send another tensor's
+    memory."""
     case = Case(rows=2, tables=1)
     good = case.lookups(0, 0)
     wrong = [_changed(good, index=len(good.tables[0])), _changed(good, index=-1)]
@@ -231,7 +233,7 @@ def test_a_wrong_index_or_offset_fails_an_assert() -> None:
 
 
 def _alone(rank: int, workspace: SharedWorkspace, out: torch.Tensor, case: Case) -> None:
-    """Rank 0 runs a call for which the other rank sends nothing. Its next call raises."""
+    """Rank 0 runs a call for which the other rank sends nothing. Rank 0's next call raises."""
     launch = workspace.launch(rank, patience_ns=20_000)
     out.copy_(look_up(case.lookups(rank, 0), launch, PARAMETERS))
     with pytest.raises(TransferError):

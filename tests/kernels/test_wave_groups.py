@@ -197,7 +197,7 @@ def test_ranks_measure_together_if_inner_sizes_and_biases_differ() -> None:
     collective. So all ranks measure together:
 
     - rank 0's inner size and bias decide whether a site is measured;
-    - sites that are equal in both share one measurement;
+    - two sites share one measurement if, on rank 0, their inner sizes are equal, and both or neither have a bias;
     - a site with a plan is not measured again.
     """
     first, second = run_ranks(2, _own, timeout=120)

@@ -27,8 +27,7 @@ the same sites: the DTensor block without checkpointing, and the hand-written bl
     ],
 )
 def test_block(by_hand: bool, checkpointing: str) -> None:
-    """All sites must be found in every layout. Each gradient must be summed once, and each slice must hold the right
-    tokens."""
+    """All sites must be found. Each gradient must be summed once, and each slice must hold the right tokens."""
     if checkpointing != "none" and not by_hand and TORCH in ((2, 12), (2, 13)):
         pytest.skip(
             "with checkpointing, these torch versions treat the DeviceMesh as a saved tensor, and fail even without"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An unchanged DLRM-style model, compiled with Inductor on gloo ranks. Its tables are divided among the ranks."""
+"""An unchanged DLRM-style model, compiled on gloo ranks. Its tables are divided among the ranks."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def run(folder: Path, dump: Path) -> list[tuple[float, int]]:
     results = folder / f"results of {dump.name}"
     results.mkdir()
     command = [str(SCRIPT), str(folder / "model"), str(results)]
-    # ``rank_environment`` and ``run_ranks`` set the variables of ``torchrun``, which would import torch once more.
+    # ``run_ranks`` takes the place of ``torchrun``, because ``torchrun`` would import torch once more.
     run_ranks(command, 2, results, environment=environment, timeout=500, on_line=print, on_wait=lambda: None)
     return [tuple(json.loads((results / f"rank{rank}.json").read_text())) for rank in range(2)]
 

@@ -22,8 +22,8 @@ SMALLER = {"4096": "64", "14336": "256", "16384": "128"}
 
 
 def _command(folder: Path) -> tuple[str, dict[str, str]]:
-    """The script that README's step "Switch the pass on" gives to ``torchrun``, and the environment of the step. The
-    script is that of the step before. This function writes the script into ``folder``."""
+    """The name of the script that README's step "Switch the pass on" gives to ``torchrun``, and the step's environment.
+    The step before shows the script. This function writes the script into ``folder``."""
     text = README.read_text()
     (script,) = [sample.content for sample in samples(text) if sample.name == "tp_mlp.py"]
     for size, small in SMALLER.items():
@@ -44,8 +44,8 @@ def _check(printed: str) -> None:
 
 
 def test_one_variable_switches_the_script_on(tmp_path: Path, inductor_base: ForkBase) -> None:
-    """Runs the command on two ranks instead of eight. The ranks are forked from a process that has imported torch. They
-    have the variables that ``torchrun`` sets."""
+    """Runs the command on two ranks instead of eight. The ranks are forked from a process that has imported torch. Each
+    rank gets some of the variables that ``torchrun`` sets, for example ``RANK``."""
     command, environment = _command(tmp_path)
     environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="2")
     ranks = [{**environment, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]

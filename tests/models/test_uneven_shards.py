@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensor layers, forward and backward, with sizes that the number of ranks does not divide. All ranks must have one
-plan, and the results must agree with eager PyTorch."""
+"""DTensor layers and a hand-written layer, forward and backward, with sizes that the number of ranks does not divide.
+All ranks must have equal plans, and the results must agree with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class RowWise(nn.Module):
-    """A row-wise layer as in Megatron and vLLM: rank 0 alone adds the bias."""
+    """A row-wise layer as in vLLM: only rank 0 adds the bias, before the sum over ranks."""
 
     def __init__(self, inner: int, rank: int) -> None:
         super().__init__()

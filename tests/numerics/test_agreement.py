@@ -121,8 +121,8 @@ SAMPLE = [
     ROWS_LEFT,
     "gathered output",
 ]
-"""Some cases of each pattern. They are for settings that treat all cases alike: a dtype, padding, and an even number of
-ranks. (In a ring of an even number of ranks, both directions meet at one rank.)"""
+"""Some cases of each pattern. They run in settings for which a sample is enough, for example bf16, padding, or an even
+number of ranks. (In a ring of an even number of ranks, both directions meet at one rank.)"""
 
 
 @pytest.mark.parametrize(

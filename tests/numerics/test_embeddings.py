@@ -52,7 +52,7 @@ def _overlapped(reports: list[OverlapReport]) -> list[int]:
 
 
 def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
-    """``(examples run, problems)`` of this rank. All ranks draw the same examples (``derandomize``)."""
+    """``(number of examples, problems)`` of this rank. All ranks draw the same examples (``derandomize``)."""
     problems: list[str] = []
     count = 0
 
@@ -120,6 +120,6 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
     ("world_size", "examples"), [(2, 4), *(pytest.param(*p, marks=pytest.mark.thorough) for p in ((2, 8), (3, 6)))]
 )
 def test_random_tables_and_bags(world_size: int, examples: int) -> None:
-    """The examples include empty bags, batches without rows, and tables without indices."""
+    """The examples may include empty bags, batches without rows, and tables without indices."""
     for rank, (count, problems) in enumerate(run_ranks(world_size, _draws, examples, timeout=500)):
         assert count >= examples // 2 and not problems, f"rank {rank}: {problems}"

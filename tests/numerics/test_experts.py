@@ -36,8 +36,8 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 """Values of ``_every_load``'s argument ``layer``: the class of the experts (``kind``) and its keyword arguments
 (``spelling``)."""
 REPEATED = ("put", "argsort", "negative places", "late weights")
-"""``put``, and spellings that compute what ``put`` computes. Their unrolled steps run in thorough tests only, because
-``test_any_number_of_tokens`` runs those of ``put``."""
+"""``put``, and spellings that compute what ``put`` computes. ``test_blocks_of_tokens`` runs them in thorough tests
+only, because ``test_any_number_of_tokens`` runs the unrolled steps of ``put``."""
 
 
 def _off(found: torch.Tensor, exact: torch.Tensor) -> float:

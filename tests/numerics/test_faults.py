@@ -126,7 +126,7 @@ def test_different_versions() -> None:
 
 
 def _switched_off_on_one(rank: int, world_size: int) -> tuple[str, str, float]:
-    # Rank 1 waits for the whole timeout. Rank 0's deadline does not depend on it.
+    # Rank 1 may wait for the group's whole timeout. Rank 0's deadline does not depend on this timeout.
     group = _group(10)
     inputs = _inputs(rank)
     if rank == 1:
@@ -158,8 +158,8 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
 
 
 def test_one_rank_alone_compiles_again() -> None:
-    """Only rank 1 gets another plan. A plan is compared at its first run only, so rank 0 runs its agreed plan, and its
-    transfers find no partner. Rank 0's error must say why."""
+    """Only rank 1 gets another plan. Without a plain program, a plan is compared at its first run only. So rank 0 runs
+    its agreed plan, and rank 0's transfers find no partner. Rank 0's error must say why."""
     (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
     assert first[0] == second[0] == "ok", (first, second)
     assert (

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.report.publish import all_reports
 from overlap_inductor.runtime import agreement
 from overlap_inductor.runtime import call_board
 from overlap_inductor.runtime import call_page
@@ -54,8 +55,8 @@ def _groups(world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, folder: str) -> dict[str, Any]:
-    """Each rank makes eight calls of one graph. Only the fourth and fifth call of the last rank run another graph,
-    which this rank alone compiles."""
+    """Each rank calls one function eight times. Before the fourth call, only the last rank compiles the function again,
+    with the switches in ``change``. This rank makes its fourth and fifth call with the new graph."""
     compile_anew(kernels=False)
     _compare_as_on_gpus()
     if folder:
@@ -89,13 +90,14 @@ def _alone(rank: int, world_size: int, change: dict[str, Any], trains: bool, fol
             check(first, "at first")
     agreed, alone = len(heard.texts), rank == world_size - 1
     with ring(agreement_timeout=TIMEOUT, **(change if alone else {})):
-        torch._dynamo.eval_frame.remove_from_cache(function) if alone else None
         second = torch.compile(lambda *args: function(*args), dynamic=False) if alone else first
         for _ in range(2):
             check(second, "alone")
-        plain = len(heard.texts)
+        plain, compiles = len(heard.texts), len(all_reports())
         for _ in range(3):
             check(first, "back")
+    if len(all_reports()) > compiles:
+        problems.append("back: the agreed graph was compiled again, not called")
     pages = [state_of(g).page is not None for g in dict.fromkeys((rows, columns))]
     return {"problems": problems, "warnings": heard.texts, "agreed": agreed, "plain": plain, "pages": pages}
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gloo ranks pass their keys and values on, and compute attention meanwhile. The output is compared with fp64."""
+"""Gloo ranks pass their keys and values on, or gather them, and compute attention meanwhile. The output is compared
+with fp64."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ GENERATED = [
 
 
 def _check(rank: int, world_size: int, fields: dict[str, Any], names: list[str] | None, generated: bool) -> list[str]:
-    """Run the cases in ``names``, or all of them. Returns the problems on this rank.
+    """Run the cases in ``names``; without names, run all but the ``refused`` ones. Returns the problems on this rank.
 
     ``generated``: run Inductor's code. Otherwise the rewritten graph is interpreted.
     """

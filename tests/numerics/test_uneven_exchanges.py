@@ -109,7 +109,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
 )
 def test_drawn_parts(world_size: int, examples: int) -> None:
     """Rows must reach the right rank and place. No rank may wait for an empty piece. Plans must agree if only the sizes
-    of parts differ."""
+    of uneven parts differ."""
     results = run_ranks(world_size, _draws, examples, timeout=500)
     assert {count for count, _ in results} == {examples}
     for rank, (_, problems) in enumerate(results):

@@ -18,8 +18,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank looks up. For each of its tables: the indices of the whole batch and, for bags, the offset of each
-    bag.
+    """What one rank looks up. For each of its tables: the indices of the whole batch and, if bags have 1-D indices, the
+    offset of each bag.
 
     Attributes:
         dense: dense features of the rank's own slice of the batch.
@@ -104,7 +104,8 @@ def batch_of(
 
     Args:
         longest: bags have 0 to ``longest`` indices.
-        square: all bags have ``longest`` indices, but at least one. A table's indices are 2-D, with a row for each bag.
+        square: each bag has ``max(longest, 1)`` indices. The indices of a table of bags are 2-D, with a row for each
+            bag.
     """
     whole = mine * model.group.size()
     dense = torch.randn(mine, model.bottom[0].in_features, generator=generator)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spellings K and L of ``tests.support.spellings``: all-to-alls before and after matmuls.
 
-``SPELLINGS`` has the form of ``spellings.SPELLINGS``: ``{name: (function, makers of its inputs, (pattern, dim, matmuls
-with the role of the cut dim))}``.
+``SPELLINGS`` has the form of ``spellings.SPELLINGS``: ``{name: (function, makers of its inputs, (pattern, sharded dim,
+texts))}``. A text such as ``mm N`` names a matmul of the site, and the role (B, M, N or K) of the dim that is cut.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ The fakes record queued work and raise errors where CUDA does. ``run`` plays the
 - A wait in a capture is an error if the event was recorded outside.
 - A *call* is work that all ranks do together. It ends when every rank has begun it. A GPU runs one call at a time,
   while its other streams go on.
+- A *recv* waits until a *send* of the same name has run on any rank. Each send lets one recv run.
 - A replay of a graph queues only its calls: on the current stream, in the order of capture.
 """
 
@@ -103,8 +104,8 @@ class Graph:
 
 
 class Gpu:
-    """The fake GPU of one rank. ``use`` puts it in place of functions of ``torch.cuda``, ``symmetric`` and
-    ``driver``."""
+    """The fake GPU of one rank. ``use`` replaces functions of ``torch.cuda``, ``symmetric`` and ``driver`` by functions
+    of this GPU."""
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []

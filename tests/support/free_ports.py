@@ -12,8 +12,8 @@ _PORTS = itertools.count(os.getpid() * 7)
 
 
 def free_port() -> int:
-    """A port for the ranks' store, below the range from which the system takes ports for connections. Each worker of
-    pytest has its own ports. Otherwise a rank could talk to another test's store."""
+    """A port for the ranks' store, below the range from which the system takes ports for connections. Each of up
+    to ten pytest workers has its own ports. Otherwise a rank could talk to another test's store."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw9").removeprefix("gw")) % 10
     for number in itertools.islice(_PORTS, 2000):
         port = 12_000 + 2_000 * worker + number % 2_000

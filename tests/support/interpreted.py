@@ -23,9 +23,9 @@ from overlap_inductor.switch.backend import compile_with
 def interpreted(config: OverlapConfig, reports: list[OverlapReport], compared: bool = False) -> Callable[..., Any]:
     """The backend. It appends the reports of its graphs to ``reports``.
 
-    ``compared``: each call first compares the ranks' plans, as generated code does. If ranks differ, the call runs the
-    graph as it was before any pass. Without ``compared``, the first overlap op compares the plans, and raises if ranks
-    differ.
+    ``compared``: each call of a graph that uses groups first compares the ranks' plans, as generated code does. If
+    ranks differ, the call runs the graph as it was before the post-grad passes. Without ``compared``, the first
+    overlap op compares the plans, and raises if ranks differ.
     """
 
     def compile_one(gm: torch.fx.GraphModule, example_inputs: Any, **keywords: Any) -> Any:
@@ -53,7 +53,7 @@ def _copy(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 class _Untouched:
-    """Takes the place of ``PlainProgram``: a graph that no pass has changed."""
+    """Takes the place of ``PlainProgram``: a graph that no post-grad pass has changed."""
 
     def __init__(self, gm: torch.fx.GraphModule) -> None:
         self.gm = gm

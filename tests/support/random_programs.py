@@ -39,7 +39,7 @@ BEHIND = {
 @dataclass
 class Program:
     """A random program. Most sizes are multiples of ``unit``. ``most_elements`` limits a tensor's elements. With
-    ``trains``, the program has no all-reduces and no averages, which have no gradient in eager PyTorch."""
+    ``trains``, the program has no all-reduces and no averages over ranks: eager PyTorch gives these no gradient."""
 
     seed: int
     world_size: int
@@ -279,7 +279,7 @@ def _trained(kind: str) -> Any:
 def outcome(
     function: Callable[..., tuple[torch.Tensor, ...]], inputs: list[torch.Tensor], trains: bool
 ) -> list[torch.Tensor]:
-    """The results and, if ``trains``, the gradients of the inputs."""
+    """The results and, if ``trains``, the gradients of the inputs. An input without a gradient gives a zero."""
     inputs = [tensor.clone().requires_grad_(trains) for tensor in inputs]
     results = function(*inputs)
     if not trains:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions with different ops around a site, before the collective or after it."""
+"""Functions with different ops before or after a collective. Most of these collectives lead to a site."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def uneven_parts(rows: int) -> tuple[list[int], list[int]]:
     return sizes, sizes
 
 
-# A name describes the ops around the site. Functions with "trained" in the name have a forward and a backward graph.
+# A name describes the ops around the collective. Functions with "trained" in the name have a forward and a backward
+# graph.
 STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
     "one gather feeds matmuls of every kind": (of_every_kind, (x2, weight, bias, lambda w: torch.randn(5, 16))),
     "gathered tensor used elsewhere": (used_elsewhere, (x2, weight)),

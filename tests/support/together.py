@@ -17,7 +17,7 @@ from overlap_inductor.report.report import OverlapReport
 from tests.support.interpreted import interpreted
 
 TOGETHER = 20
-"""The number of functions that are compiled together."""
+"""``batches`` makes batches of at most this many functions."""
 
 
 def batches(names: Iterable[str]) -> Iterator[list[str]]:

@@ -44,7 +44,7 @@ class TokenGraph(HandGraph):
         return self.reduce(self.shard(*shape, dynamic=dynamic))
 
     def op(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
-        """Call the operator ``aten.<name>``, for example ``mul.Tensor``."""
+        """Add a node that calls the operator ``aten.<name>``, for example ``mul.Tensor``."""
         packet, overload = name.split(".")
         return self.call(getattr(getattr(aten, packet), overload), *args, **kwargs)
 
@@ -68,7 +68,8 @@ class TokenGraph(HandGraph):
 
 
 def check_rewrite(made: TokenGraph, seed: int = 0, sizes: dict[int, int] | None = None) -> list[StretchFacts]:
-    """Rewrite the graph. Fail if a result on any rank changes. Returns the facts of the stretches."""
+    """Rewrite the graph. Fail if the rewrite fails, or if a result on any rank changes. Returns the facts of the
+    stretches."""
     feeds = made.values(seed, sizes)
     expected = run_on_ranks(made.graph, feeds)
     facts = made.divide(schedule="ring")

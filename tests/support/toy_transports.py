@@ -24,7 +24,8 @@ from overlap_inductor.transports.transport import Share
 
 @dataclass
 class Courier:
-    """A ``PeerCopies`` transport: copies each part's rows with a plain tensor copy, then the part's flag."""
+    """A ``PeerCopies`` transport: copies each part's rows with a plain tensor copy, then the part's flag. If the group
+    is aborted, a ``guarded`` send copies no flag."""
 
     name: str = "courier"
     fastest_from: int | None = None

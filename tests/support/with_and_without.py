@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one computation three times on every rank: eagerly, compiled without overlap, and compiled with overlap.
 
-The results with overlap are compared with those of the plain compile. The difference between the plain compile and
-eager PyTorch shows the effect of rounding. A result that is only rounding errors, for example a gradient near zero,
-cannot be compared.
+The results with overlap are compared with those of the plain compile. (With ``close``, this compile may be left out.)
+The difference between the plain compile and eager PyTorch shows the effect of rounding. A result that is only rounding
+errors, for example a gradient near zero, cannot be compared.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ class WorkerBase:
 
 
 def _serve(listener: socket.socket) -> None:
-    """Fork this process for each connection. In the fork, this function returns, with the standard streams of the
-    worker. In the base, it does not return: it ends the base when xdist's process closes the base's standard input."""
+    """Fork this process for each connection. In the fork, this function returns after it has taken over the standard
+    streams that came with the connection. In the base, it does not return: it ends the base when xdist's process closes
+    the base's standard input."""
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(0, selectors.EVENT_READ)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paths in ``docs/architecture.md`` and in the schedules' docstrings exist, and so do the page's dotted names. The
-page's table lists the package's folders in the order of the layers in ``pyproject.toml``."""
+"""The paths in ``docs/architecture.md`` and in the schedules' docstrings exist. The page's dotted names that begin with
+``lowerings``, ``passes``, ``sites`` or ``transports`` exist. The page's table lists the package's folders in the order
+of the layers in ``pyproject.toml``."""
 
 from __future__ import annotations
 

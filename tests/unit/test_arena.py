@@ -56,7 +56,7 @@ def test_every_site_has_room_and_its_neighbour_another_slot(sites: list[Request]
 
 @given(requests, requests)
 def test_a_later_graph_moves_no_slot(first: list[Request], second: list[Request]) -> None:
-    """Captured graphs hold addresses, so a site keeps the slot that it was given."""
+    """Captured graphs hold addresses, so a site keeps its slot while the slot is large enough."""
     made = arena()
     made.prepare(first)
     before = {r.site: made.slot(r.site).data.local.data_ptr() for r in first}
@@ -138,8 +138,8 @@ def test_protocols_share_no_slot() -> None:
 
 @given(requests, requests)
 def test_a_site_that_is_prepared_twice_has_room_for_both_requests(first: list[Request], second: list[Request]) -> None:
-    """A site may be compiled again for another token count. Both graphs must have room, even if the second needs more
-    bytes and fewer signals."""
+    """A site may be compiled again for another token count. The site's slot must then suffice for the old graph and the
+    new graph, even if the new graph needs more bytes and fewer signals."""
     made = arena()
     made.prepare(first)
     made.prepare(second)

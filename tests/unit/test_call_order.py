@@ -474,6 +474,6 @@ def test_ops_of_four_schedules_launch_inside_the_order(monkeypatch: pytest.Monke
             chain, x, [w], [None], [one], [one], ["float32"], [False], False, "{}", *end
         )
         wave_groups.matmul_all_reduce(x, w, group, None, "site")  # type: ignore[arg-type]
-    # ``wave_groups`` has two of the 14 entries. It also makes its shared state inside the order, so that only one
-    # thread makes it.
+    # ``wave_groups`` adds two of the 14 entries of ``seen``: one when it asks for its shared state, one when it
+    # launches. Inside the order, only one thread at a time can make the shared state.
     assert inside.seen == [1] * 14 and inside.depth == 0

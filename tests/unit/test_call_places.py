@@ -42,7 +42,8 @@ def test_a_value_is_read_as_it_was_written(mark: str) -> None:
         (_call(4), _call(2, count=3, plan="other"), True, Order.UNKNOWN),
         (_call(4, count=2), _call(6), True, Order.LATER),
         (_call(4, count=3), _call(6), True, Order.UNKNOWN),
-        # Gloo also counts sends and receives, so the places of one call may differ. NCCL counts collectives only.
+        # Gloo also counts sends and receives, so two ranks may count different places for one call. NCCL counts
+        # collectives only.
         (_call(4), _call(5), False, Order.SAME),
         (_call(4), _call(5), True, Order.LATER),
         (_call(4, passed=2), _call(5, passed=3), False, Order.LATER),

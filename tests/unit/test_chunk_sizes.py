@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the chunks of schedule ``chunked``: they hide the transfers with as few matmuls as possible."""
+"""Sizes of the chunks of schedule ``chunked``: few chunks must hide the transfers, or keep a slow link busy."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def test_all_transfers_of_scattered_chunks_end_within_the_matmuls(peers: int) ->
 
 @pytest.mark.parametrize("peers", [1, 2, 3, 5, 7])
 def test_scattered_chunks_are_as_few_as_possible(peers: int) -> None:
-    """No smaller number of chunks hides all transfers. If a single chunk's transfer would end with almost no time to
-    spare, there are two chunks. The second chunk has as many shards as the first, or one more."""
+    """The number of chunks is the smallest that hides all transfers. There is one exception: if a single chunk's
+    transfer would end with almost no time to spare, there are two chunks. Then the second chunk has as many shards as
+    the first, or one more."""
     for ratio in SHORT:
         fewest = min(
             len(sizes) for sizes in _compositions(peers) if chunk_sizes.last_transfer(sizes, ratio) <= peers + 1 + 1e-9
@@ -54,8 +55,8 @@ def test_gathered_chunks_hold_the_shards_that_have_arrived(peers: int) -> None:
         for number, size in enumerate(sizes):
             before = sum(sizes[:number])
             last = before + size == peers
-            # A chunk of several shards holds exactly the shards that have arrived when it begins. A chunk of one shard
-            # may have to wait.
+            # A chunk of several shards holds all shards that have arrived when the chunk begins, without the shards of
+            # earlier chunks. A chunk of one shard may have to wait for the shard.
             begins = 1 + before - chunk_sizes.LATE
             assert size == 1 or (before + size) * ratio <= begins + 1e-9
             assert last or size == 1 or (before + size + 1) * ratio > begins - 1e-9

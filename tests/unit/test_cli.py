@@ -184,8 +184,8 @@ def test_explain_of_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFi
 def test_explain_of_a_script_that_a_launcher_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, variable: str
 ) -> None:
-    """The error names the launcher's variable, and shows the command that launches the script. For another missing key,
-    there is no advice."""
+    """The error names the launcher's variable. It shows two commands for the script: one with ``--ranks``, one with
+    ``torchrun``. For another missing key, the error shows no command."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     # A failing init_process_group still counts its group, and would rename the groups of later tests.

@@ -181,8 +181,8 @@ def test_demo_status_is_what_was_found(
 def test_the_estimate_of_the_demo(
     inductor_base: ForkBase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The demo estimates its block with the hidden size of Llama-3-8B, for a known machine. The command runs in a
-    fork."""
+    """The demo estimates its block with the hidden size of Llama-3-8B, for a known machine. In this test, the demo's
+    command for the estimate runs in a fork."""
 
     def forked(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
         assert command[0] == sys.executable

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor reports the machine's facts. It fails only if something required or requested cannot take effect."""
+"""The doctor reports the machine's facts. It fails only if something required is missing, or if something requested
+cannot take effect."""
 
 from __future__ import annotations
 

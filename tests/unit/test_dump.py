@@ -55,7 +55,8 @@ def test_the_same_report_again_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_another_process_writes_the_same_bytes(torch_base: ForkBase, tmp_path: Path) -> None:
-    """A dump must not hold a time, a process number, an address, or an order that depends on the hash seed."""
+    """Apart from ``run.json``, a graph's folder must hold no time, process number or address, and no order that depends
+    on the hash seed."""
     script = (
         "import sys; from overlap_inductor.report.dump import write_dump; from tests.unit import sample_reports as s\n"
         "for r in (s.llama(3), s.block(), s.llama(2)): write_dump(r, sys.argv[1], 0)"

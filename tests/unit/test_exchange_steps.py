@@ -21,8 +21,8 @@ from tests.support.hand_graph import aten
 
 
 def _steps(function: Callable[..., Any]) -> list[str]:
-    """The steps of the exchange of ``function``, in which pointwise ops stand between a gather and its matmul. A
-    looping op computes these ops on shards."""
+    """The steps of the exchange of ``function``. In ``function``, pointwise ops must stand between a gather and its
+    matmul. A looping op computes these ops on shards."""
     with fake_group(3):
         (report,) = reports_of(function, torch.randn(6, 4), torch.randn(12, 8), step_node_budget=1)
     steps: list[str] = json.loads(report.exchange)["steps"]

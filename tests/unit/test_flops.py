@@ -56,8 +56,8 @@ def test_matmuls_with_and_without_a_dtype_of_the_result(call: tuple[Any, ...]) -
 
 
 def test_attention_with_fewer_heads_of_keys() -> None:
-    """The forward computes two products for each of the 8 heads of queries, and the backward computes five. The sizes
-    of a product are 64 queries, 128 keys and 32 elements."""
+    """For each of 2 sequences and 8 heads of queries, the forward computes two products and the backward five. The
+    sizes of a product are 64 queries, 128 keys and 32 elements."""
     query, key, of_one = (2, 8, 64, 32), (2, 2, 128, 32), 2 * 2 * 8 * 64 * 128 * 32
     name = "_scaled_dot_product_flash_attention"
     forward = node(getattr(aten, name).default, query, query, key, key)

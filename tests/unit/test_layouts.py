@@ -162,8 +162,8 @@ def test_a_split_atom_is_known_to_layouts_made_before() -> None:
 
 @pytest.mark.parametrize("shape", [[2, 6], [8, 1, 2], [3, 4], [12, 2], [2, 2]])
 def test_reshapes_that_cannot_be_followed(shape: list[int]) -> None:
-    """A reshape raises an error if it cuts the rank atom or a dim that cannot be split. It also raises one for a wrong
-    number of elements."""
+    """A reshape raises an error if it splits the rank atom, or if it splits another atom unevenly. A reshape to a wrong
+    number of elements raises an error, too."""
     with pytest.raises(LayoutError, match="reshape to"):
         Layout.gathered([1, 3], 4).reshape(shape)
 

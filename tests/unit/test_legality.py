@@ -155,8 +155,8 @@ def test_failed_rewrite_restores_the_graph(point: str, monkeypatch: pytest.Monke
     ],
 )
 def test_strict_mode_raises_only_for_refused_and_failed_sites(name: str, raises: bool) -> None:
-    """Strict mode does not raise for a near miss or a kept site. A site is kept if it is switched off, moves no data or
-    does not pay, and in mode ``report``."""
+    """Strict mode does not raise for a near miss or a kept site. For example, a site may be kept because it is switched
+    off, moves no data or does not pay, or because the mode is ``report``."""
     code, _, function = CASES[name]
     with fake_group(WORLD_SIZES.get(code, 2)):
         report = function()

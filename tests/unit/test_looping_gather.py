@@ -40,7 +40,7 @@ def slice_by_slice(
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(5, 4), (1, 4), (5, 0), (0, 4)])
 def test_slices_make_the_whole_matmul(form: Form, rows: int, width: int) -> None:
-    """An empty contraction gives zeros. Empty sub-chunks change nothing."""
+    """An empty contraction gives zeros, plus the bias if there is one. Empty sub-chunks change nothing."""
     generator = torch.Generator().manual_seed(0)
     shards = torch.randn(3, rows, width, generator=generator, dtype=torch.float64)
     inner = rows if form.transposed else width

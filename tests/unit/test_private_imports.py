@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that allows private torch APIs in two folders only. It must find each of the spellings below."""
+"""The check that allows private torch APIs in two folders only. It must find each private spelling in the tests below,
+and no public one."""
 
 from __future__ import annotations
 

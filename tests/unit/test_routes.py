@@ -152,7 +152,7 @@ def test_broadcast_sends_every_shard_to_every_rank(world_size: int, parts: int) 
 
 
 def test_hop_counts_are_those_of_the_table() -> None:
-    """The counts equal those in the docstring of ``routes``. Two directions halve the number of steps."""
+    """The counts equal those in the docstring of ``routes``. Two directions halve the number of steps, rounded up."""
     assert [routes.hop_count(r, 8, 3) for r in routes.ROUTES] == [21, 12, 21, 21, 3, 21]
     assert [routes.hop_count(r, 5, 1) for r in routes.ROUTES] == [4, 2, 4, 4, 1, 4]
 

@@ -2,8 +2,9 @@
 """The rules of the sequence-parallel rewrite (``passes/sequence``), one op at a time.
 
 An op is *held* if each rank computes it on its own rows. A held op must give the values that the op gives on all rows.
-Any other op must be refused with a reason. ``x`` is ``[2, 7, 6]`` and computed from an all-reduce. Its 14 tokens divide
-evenly among 2 ranks, and unevenly among 3.
+Reductions over all tokens may be computed in parts that the ranks combine (``SUMS``). Any other op must be refused with
+a reason. ``x`` is ``[2, 7, 6]`` and computed from an all-reduce. Its 14 tokens divide evenly among 2 ranks, and
+unevenly among 3.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembles the small-message kernels for Hopper without a GPU. Accesses must be wide, and a barrier must stand between
-each signal and the accesses that it orders."""
+"""Assembles the small-message kernels for Hopper without a GPU. Accesses to rows must be wide. A barrier must stand
+between each signal and the accesses that the signal orders."""
 
 from __future__ import annotations
 

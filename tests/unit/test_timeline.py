@@ -32,7 +32,7 @@ ROUTES = {
     "embedding_all_to_all": ("direct", "all_to_all"),
     "all_gather_attention": ("ring", "all_gather"),
 }
-"""For each pattern: the route of its ring, and the kind of its collective."""
+"""For each pattern that a ring computes: the ring's route, and the kind of the pattern's collective."""
 
 
 def facts_of(pattern: str, world_size: int) -> SiteFacts:

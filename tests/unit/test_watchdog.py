@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog: after a fault, it logs the error and stops the waits. It ends a program that was not told of the error.
-It never ends a healthy process."""
+"""The watchdog: after a fault, it logs the error and stops the waits. A program that is not told of the error is ended,
+or gets exit status 1. The watchdog never ends a healthy process."""
 
 from __future__ import annotations
 
@@ -255,7 +255,8 @@ watchdog.watch(Faults(), lambda: alive[0], lambda: in_flight[0])
 
 
 def _run(rest: str, before: str = "", told: bool = False, grace: float = 60.0) -> tuple[int, str]:
-    """``(exit status, text)`` of a program after a fault. The text is standard output, then standard error."""
+    """``(exit status, text)`` of ``PROGRAM``. There is a fault from the start, unless ``before`` replaces
+    ``Faults.error``. The text is standard output, then standard error."""
     program = PROGRAM.format(rest=rest, before=before, told=told, grace=grace)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drawings of ``docs/schedules.md``: the work of one of four ranks, as written and with one schedule.
 
-Lengths are in arbitrary units. The matmul takes 12, an all-gather or reduce-scatter 6, an all-reduce 10. For
-``small_message``, the matmul takes 6 and the all-reduce 4.5.
+Lengths are in arbitrary units. As written, the matmul takes 12, an all-gather or reduce-scatter 6, an all-reduce 10. In
+the drawing of ``small_message``, the matmul takes 6, and the all-reduce as written takes 4.5.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ PICTURES = {
     "wave_groups": [[lambda: reduce_as_written("all-reduce", REDUCE), wave_groups]],
     "small_message": [[small_as_written, small_message]],
 }
-"""For each schedule, its drawings. For each drawing, the functions that make the two timelines."""
+"""For each schedule that is drawn, its drawings. For each drawing, the functions that make the two timelines."""
 
 
 def picture(schedule: str) -> str:

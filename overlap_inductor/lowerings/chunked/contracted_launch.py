@@ -12,7 +12,7 @@ So the vendor's matmul sums over all of K in fp32 and rounds once. Matmuls of on
 in fp32. On one H100, in bf16, a matmul of 8192 x 4096 x 4096 took 470 us in four bands, and 600 us in two slices.
 
 After the wait for credits, every send is launched before the first wait for a band. Kernels are loaded as
-``gather_launch`` says. With W ranks and B bands, a call has about ``2 * B * W + 4 * B + 4`` launches.
+``gather_launch`` says. With copy engines, W ranks and B bands, a call has about ``2 * B * W + 4 * B + 4`` launches.
 """
 
 from __future__ import annotations

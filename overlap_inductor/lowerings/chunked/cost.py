@@ -67,7 +67,8 @@ def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> f
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of vendor matmuls on chunks while transfers run, the sum of:
+    """Seconds of vendor matmuls on chunks while transfers run. Matmuls that contract the exchanged dim have an estimate
+    of their own (``_contracted_seconds``). For others, this is the sum of:
 
     - the longer of matmul and transfers
     - an exposed fraction of the shorter one

@@ -58,12 +58,13 @@ class _Band:
         own: range of this rank's own rows among all rows.
         own_last: the own rows are in no chunk and are multiplied last.
         finished: rows of the result that ``add`` writes.
-        everyone: rows of the result that belong to the band.
+        everyone: rows of the result that belong to the band (all-reduce).
         wait: waits for the peers' partial sums of the own rows.
         add: ``add(own, finished)`` adds the peers' partial sums to ``own``, rows of the product. It writes the sums to
             ``finished``, rows of the result.
         receive: copies the peers' finished rows into ``everyone`` when they have arrived (all-reduce).
-        hand_round: sends the finished rows to all peers (all-reduce). ``None`` if ``add`` sends these rows.
+        hand_round: sends the finished rows to all peers (all-reduce). ``None`` in a reduce-scatter, or if ``add`` sends
+            these rows.
     """
 
     chunks: list[tuple[list[Range], Send]]

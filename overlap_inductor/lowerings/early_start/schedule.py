@@ -91,7 +91,8 @@ class EarlyStart:
         return ExchangeTerms({}, None, False)
 
     def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
-        """See ``SiteSchedule``. The nodes are written around the attention, not at the insertion point."""
+        """See ``SiteSchedule``. Each exchange starts before the attention, and its wait stays in its place. No node is
+        written at the insertion point."""
         nodes = nodes_of(site, HeldNodes)
         graph, attention = emit.graph, nodes.attention.node
         starts = []

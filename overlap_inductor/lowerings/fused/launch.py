@@ -44,7 +44,7 @@ class Tail(NamedTuple):
 
     def check(self, results: Sequence[torch.Tensor]) -> None:
         """Raises ``UnsupportedError`` if the epilogues do not match ``results``, or the extra tensors do not match the
-        epilogues."""
+        epilogues. Each extra tensor must be contiguous and floating point, and there may be at most ``MOST_EXTRAS``."""
         kinds = [(k, r) for e, r in zip(self.epilogues, results) if e is not None for k in e.extras]
         shapes = [
             {"full": r.shape, "row": r.shape[1:], "column": r.shape[:1], "scalar": torch.Size([1])}[k] for k, r in kinds

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``fused``: one functional op for each site, one persistent kernel for each op.
 
-If several weights multiply a gathered tensor, the kernel computes the products with some of them
-(``parameters.in_one_launch``). The vendor's matmul computes the other products. Operands in a layout that no kernel
-reads are copied first.
+If several weights multiply a gathered tensor, the kernel computes the products with some or all of them
+(``parameters.in_one_launch``). The vendor's matmul computes the products that are left. Operands in a layout that no
+kernel reads are copied first.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from overlap_inductor.lowerings.fused.cost import COST
 
 EXPOSED = COST.exposed[1]
 """Exposed fraction of the shorter of lookups and transfer. It was measured for the fused reduce-scatter
-(bench/results/fused.jsonl). Both kernels compute the other ranks' slices first, and store them into the peers'
-memory."""
+(bench/results/fused.jsonl). Like the reduce-scatter, the lookup kernel computes the other ranks' slices first, and
+stores them into the peers' memory."""
 RANKS = 2
 """The largest measured group."""
 

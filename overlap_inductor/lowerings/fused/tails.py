@@ -22,7 +22,7 @@ GATHER = "all_gather_matmul"
 
 
 def results_of(site: OverlapSite) -> list[fx.Node]:
-    """The node that each result of the op replaces."""
+    """For each result of the op except the gathered tensor: the node that the result replaces."""
     if site.facts.pattern == GATHER:
         return [m.node for m in site.matmuls]
     return [nodes_of(site, ReduceNodes).result]
@@ -36,7 +36,8 @@ def tails_of(site: OverlapSite, planned: list[str] | None = None) -> list[Tail |
     * The vendor's matmul computes the result.
     * The kernel writes the rows in another order than the result has, or writes the transposed product.
     * The last shards may have fewer rows than the others.
-    * The result of a reduction is not that of one collective alone.
+    * A reduction has several collectives, or its result is not the result of its collective.
+    * A result of an all-gather has an empty text in ``planned``.
 
     ``planned``: what ``described`` returned when the site was planned.
     """

@@ -39,7 +39,7 @@ class RowsForm(Protocol):
 
     def loopable(self, site: OverlapSite) -> bool:
         """Whether the rows are in the ranks' order or can be permuted into it, so that one op can compute the site.
-        Does not check the kinds of the matmuls."""
+        Need not check the kinds of the matmuls."""
         ...
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
@@ -107,7 +107,8 @@ def served(site: OverlapSite) -> OverlapSite:
       for example a weight's gradient, read the gathered tensor that the op returns.
     * All-to-all: likewise. If there is no such matmul, those that contract the exchanged dim.
 
-    Returns ``site`` unchanged if the op can compute all matmuls, or none, or if some are scaled and some plain.
+    Returns ``site`` unchanged if the op can compute all matmuls or none. A gather with scaled and plain matmuls is
+    returned unchanged, too.
     """
     return form_of(site).served(site)
 

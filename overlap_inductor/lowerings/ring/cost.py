@@ -61,7 +61,7 @@ def halved(limit: int) -> list[int]:
 
 
 def fewest(estimates: Mapping[int, float]) -> int:
-    """The smallest key whose estimate is close to the smallest estimate (``TOLERANCE``). Estimates that count only the
-    steps that are added may be negative, if there are fewer steps."""
+    """The smallest key whose estimate is close to the smallest estimate (``TOLERANCE``). An estimate may be
+    negative: from the estimate of a seam, the steps that bands save are subtracted."""
     least = min(estimates.values())
     return min(n for n, estimate in estimates.items() if estimate - least <= (TOLERANCE - 1) * abs(least))

@@ -5,10 +5,10 @@ Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the shard of
 *slice* ``s_r [p, q]`` of its operand. The slices are joined along rows, or along the contracted dim::
 
     rows:        y[r * p : (r + 1) * p] = s_r @ other                   other [q, n], y [W * p, n]
-    contraction: y = sum over r of s_r @ other[r * q : (r + 1) * q]     other [W * q, n], y [p, n]; accumulated in fp32
+    contraction: y = sum over r of s_r @ other[r * q : (r + 1) * q]     other [W * q, n], y [p, n]
 
-If the slices are the right operand, the formulas hold for the transposed matmul. Dgrad (rows) and wgrad (contraction)
-of a backward graph can share one ring.
+A contraction is accumulated in at least fp32. If the slices are the right operand, the formulas hold for the transposed
+matmul. Dgrad (rows) and wgrad (contraction) of a backward graph can share one ring.
 """
 
 from __future__ import annotations

@@ -270,8 +270,8 @@ def _take_fake(
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
-# Returns ``length`` indices of ``dim`` in the shard of rank ``r + shift``, from ``start`` on. A shard has ``chunk``
-# indices of ``dim``.
+# Returns ``length`` indices of ``dim`` in the shard of rank ``r + shift`` (modulo W), from ``start`` on. ``r``: this
+# rank. A shard has ``chunk`` indices of ``dim``.
 define(
     "take(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt length, str group_name) -> Tensor",
     _take,

@@ -9,7 +9,8 @@ section 3). Keys and values travel while attention reads the shards that have ar
     m   = max(l)                                                          # l: log-sum-exp of each query's scores
     out = sum(exp(l[s] - m) * y[s] for s) / sum(exp(l[s] - m) for s)      # arXiv:1805.02867, in fp32
 
-Up to rounding, ``out`` is the attention to all keys.
+These are the steps of route ``ring``. On route ``bidirectional``, a step may also bring the shard of rank
+``r + step + 1``. Up to rounding, ``out`` is the attention to all keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables`` as unrolled steps.
 
-The results of one group of tables travel while the next group is looked up::
+The results of one group of tables travel while the next group is looked up. ``r``: the rank::
 
     for each group of tables:
         p = lookups of the group, for the whole batch                       # after the previous group's sends
@@ -205,7 +205,7 @@ def rewrite_gradients(emit: StepEmitter, nodes: GradientNodes, parts: int) -> Re
 
 
 def _read(emit: StepEmitter, nodes: GradientNodes, buffer: fx.Node, place: int, old: fx.Node) -> fx.Node:
-    """The blocks at ``place`` of every slot, in place of ``old``, the gradient of one table's result."""
+    """The blocks with index ``place`` in every slot. They replace ``old``, the gradient of one table's result."""
     blocks = emit.reshape(buffer, [emit.world_size, nodes.count, nodes.block_size])
     table: Any = emit.narrow(blocks, 1, place, 1)
     own = Layout(nodes.block.refined().dims)

@@ -122,8 +122,8 @@ class SmallMessageSchedule:
         return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site, config)) else None
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> list[PlanPiece]:
-        """Small messages serve calls of few tokens, whatever the example's size. The other schedule serves the larger
-        token counts of its own plan. Other counts run ``keep``."""
+        """Small messages serve calls of few tokens, whatever the token count of the example inputs. The other schedule
+        serves the larger token counts of its own plan. Other counts run ``keep``."""
         return _joined(own[0], others[0]) if others else own
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
@@ -186,8 +186,8 @@ class SmallMessageSchedule:
 
 
 def _joined(small: PlanPiece, large: list[PlanPiece]) -> list[PlanPiece]:
-    """A plan with ``small`` for few tokens, then the overlapped piece of ``large``, and ``keep`` between them. One op
-    serves the whole plan."""
+    """A plan with ``small`` for few tokens, then ``large`` from its overlapped piece on. Token counts between ``small``
+    and this piece, if there are any, get ``keep``. One op serves the whole plan."""
     moving = next(p for p in large if p.schedule != "keep")
     most = small.tokens[1] or 0
     first = max(moving.tokens[0], most + 1)

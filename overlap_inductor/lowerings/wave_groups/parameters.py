@@ -3,15 +3,16 @@
 This module does not import Triton.
 
 A matmul's tiles finish in waves, one band of rows after the other. A *group* is a run of neighbouring bands with a
-collective of its own. The predictor is FlashOverlap's (arXiv 2504.19519, algorithm 1). A collective starts when its
-group's tiles are stored and the previous collective has ended. Its seconds come from a measured curve, by its bytes. ::
+collective of its own. The predictor of a call's time is FlashOverlap's (arXiv 2504.19519, algorithm 1). A collective
+starts when its group's tiles are stored and the previous collective has ended. Its seconds come from a measured curve,
+by its bytes. ::
 
     matmul        | group 0 | group 1      | group 2      |
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
 The paper searches all partitions of the waves. Here the search is dynamic programming over (groups, bands), and finds
-the best of all ``partitions``. The reason: if one collective ends earlier, every later collective ends at the same
-time or earlier. So the best partition of the first bands does not depend on the bands after them.
+the best of all ``partitions``. The reason: an earlier end of one collective never delays a later collective. So the
+best partition of the first bands does not depend on the bands after them.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class Cost:
 
 
 def plan(graph: fx.Graph, config: OverlapConfig, refusal: str | None) -> Choice:
-    """The sites of ``graph``, a copy, as the overlap pass would choose them."""
+    """The sites of ``graph`` as the overlap pass would choose them. ``graph`` must be a copy, because the search
+    may change it."""
     choice = find_and_choose(graph, config, "forward", refusal, {})
     join(choice.chosen, config)
     return choice
@@ -61,7 +62,7 @@ def plan(graph: fx.Graph, config: OverlapConfig, refusal: str | None) -> Choice:
 def costs(
     choice: Choice, stretch_of: Mapping[fx.Node, int], numbers: Iterable[int], config: OverlapConfig
 ) -> dict[int, Cost]:
-    """The time of each stretch with the plans in ``choice``.
+    """The time of each stretch with the plans in ``choice``, without the token-wise work (``row_work``).
 
     Args:
         stretch_of: for the node of each collective, the number of its stretch.

@@ -316,8 +316,8 @@ def on_dim(node: fx.Node, dim: int, writer: Writer) -> fx.Node:
 
 
 def broadcast(node: fx.Node, inputs: list[fx.Node], held: Held) -> Rows:
-    """How the result of an elementwise ``node`` is held. Raises ``NotRowWise`` if its inputs differ in tokens or token
-    dims."""
+    """How the result of an elementwise ``node`` is held. Raises ``NotRowWise``, for example, if inputs differ in tokens
+    or token dims."""
     shape = tools.shape(node)
     found: Rows | None = None
     for source in inputs:

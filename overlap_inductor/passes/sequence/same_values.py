@@ -2,7 +2,7 @@
 """Decide whether a tensor has the same values on every rank of a group.
 
 An op on rows may read a tensor that is not held as rows. Each rank then reads its own copy of this tensor, or a part of
-the copy. So the copies of all ranks must be equal. The rules are:
+the copy. So the copies of all ranks must be equal. The main rules are:
 
 - A result of the group's all-reduces and all-gathers is the same on all ranks.
 - A matmul's result may differ, because its weight may be a shard.
@@ -85,9 +85,9 @@ class SameValues:
         return frozenset().union(*(f for f in found if f is not None))
 
     def _same_on_a_mesh(self, node: fx.Node) -> bool:
-        """Whether equal inputs give ``node`` equal results on the ranks of this group. They do if ``node`` is an
-        all-reduce or all-gather along another dim of a mesh. The ranks of this group are then in different groups along
-        that dim, but these groups combine the same inputs."""
+        """True if ``node`` is no collective. For a collective of another group: whether equal inputs give equal results
+        on the ranks of this group. They do for an all-reduce or all-gather along another dim of a mesh. The ranks of
+        this group are in different groups along that dim, but these groups combine the same inputs."""
         other = collectives.group_of(node)
         if other is None:
             return True

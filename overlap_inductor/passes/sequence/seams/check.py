@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a seam may be written in bands. The answer depends only on facts that all ranks share."""
+"""Whether a seam may be written in bands. Ranks with equal graphs and settings give the same answer."""
 
 from __future__ import annotations
 
