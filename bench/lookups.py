@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 8 -m bench.lookups --tables 64 256 --batch 4096 65536 --width 64 256 --pooling 1 20 100
     torchrun --nproc-per-node 8 -m bench.lookups --mode mean --jagged --dtype bfloat16 --budget-seconds 300
 
-Before and after the timing, each result is compared with one in fp64. A wrong result ends the benchmark. Two parts are
-timed alone: ``lookups`` is the plain graph without the all-to-all, and ``exchange`` is only the all-to-all. All calls
-except ``exchange`` are compiled.
+Before and after the timing, the results of ``keep`` and of each schedule are compared with one in fp64. A wrong result
+ends the benchmark. Two parts of the program are also timed, each without the other: ``lookups`` is the plain graph
+without the all-to-all, and ``exchange`` is only the all-to-all. All calls except ``exchange`` are compiled.
 
 Each case gets a JSON row. The row holds each call's time with the host hidden and in the loop (``bench.timing``), and
 the cost model's estimates.
@@ -50,7 +50,9 @@ WORKSPACE_MIB = 16384
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.lookups", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tables", type=int, nargs="+", default=[64, 256], help="tables of each rank")
-    parser.add_argument("--batch", type=int, nargs="+", default=[4096, 65536], help="bags of all ranks together")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[4096, 65536], help="bags of a table, for all ranks together"
+    )
     parser.add_argument("--width", type=int, nargs="+", default=[64, 256], help="elements of a row")
     parser.add_argument(
         "--pooling",

@@ -10,8 +10,8 @@ A block has four linear layers of ``hidden x hidden`` in its attention, and an M
 a gathered tensor feeds two matmuls, and a scattered tensor is a sum of matmuls.
 
 A step is a forward and a backward. Before the timing, gradients are compared with those of plain ``torch.compile``. The
-host is in the loop. Each row of the output gives the time of one step in milliseconds: the median over samples, then
-the maximum over ranks.
+host is in the loop. A program with wrong gradients is not timed. The row of any other program gives the
+time of one step in milliseconds: the median over samples, then the maximum over ranks.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def run_demo(options: DemoOptions) -> int:
 
     - A rank failed or did not end in time, or a part returned no result.
     - Numbers differ too much.
-    - No schedule overlapped a site of a part.
+    - In one of the parts, no schedule overlapped any site.
 
     Raises:
         ConfigError: an option has a wrong value, the options contradict each other or this machine, or the folder

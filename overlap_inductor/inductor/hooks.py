@@ -5,7 +5,7 @@ On a cache hit, Inductor runs no pass, so the report must come with the graph::
 
     pass -> scope.reports -> attribute of CompiledFxGraph -> pickled into the FX graph cache, the AOTAutograd cache and
                                                              torch.compiler.save_cache_artifacts()
-    CompiledFxGraph.post_compile (after a compile and after a load) -> activates the report, and makes each call of the
+    CompiledFxGraph.post_compile (after a compile and after a load) -> activates the report, and makes calls of the
                                                              graph compare plans first
 """
 
@@ -49,7 +49,7 @@ ATTRIBUTE = "_overlap_inductor_reports"
 PLAIN = "_overlap_inductor_plain"
 """Attribute of a compiled graph with overlap: its plain program (``plain_program.Captured``)."""
 OFF = "_overlap_inductor_off"
-"""Attribute of a graph that was compiled with overlap off: the names of its process groups."""
+"""Attribute of a graph with collectives that our pass did not see: the names of its process groups."""
 
 
 def _nothing() -> OverlapConfig | None:
@@ -72,9 +72,11 @@ _local = _Local()
 
 
 class _Attached(str):
-    """Reports of a graph, as JSON. This process has compiled the graph, or has already activated the reports. The
-    reports are pickled as a plain ``str``. So a plain ``str`` marks a graph that was just loaded from a cache.
-    ``known``: the reports were activated."""
+    """Reports of a graph, as JSON. Their type says where they come from:
+
+    - ``_Attached``: this process has compiled the graph, or has activated the reports (``known``).
+    - ``str``: the graph was just loaded from a cache, because reports are pickled as a ``str``.
+    """
 
     known = False
 
@@ -87,8 +89,8 @@ def install(expected: Callable[[], OverlapConfig | None], shared_pass: Any) -> N
 
     Args:
         expected: returns the configuration that is switched on, or ``None``.
-        shared_pass: the pass for a backward that is compiled while the slot does not hold our pass
-            (``_follow_forward``).
+        shared_pass: the pass for a backward that is compiled while Inductor's setting for custom passes
+            (``pass_slot.SLOT``) does not hold our pass (``_follow_forward``).
     """
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor import compile_fx
@@ -323,7 +325,7 @@ def _compare_calls(
 
 
 def _switched_off(groups: list[str]) -> OverlapReport:
-    """The report of a graph that was compiled with overlap off. Its calls compare plans, because other ranks may have
+    """The report of a graph that our pass did not see. Its calls compare plans, because other ranks may have
     overlap on."""
     plan = ExchangePlan(__version__, "off", groups=(tuple(groups),))
     return OverlapReport(

@@ -7,8 +7,8 @@ A kernel that gives up, or a host that calls ``abort``, writes its rank's record
 of their own, so the copies never queue behind a kernel that waits. If a host cannot copy, the peers' watchdogs read the
 board and stop the waits on their own GPUs (``stop_waits``).
 
-The next call on every rank that shares the board raises an error. The error names the first wait that timed out, or the
-rank that aborted the group.
+The next call on every rank that shares the board raises an error. The error names the first wait that timed out, or
+another rank that aborted the group.
 """
 
 from __future__ import annotations

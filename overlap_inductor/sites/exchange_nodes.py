@@ -30,8 +30,8 @@ class SentNodes(ReduceNodes):
 
     @property
     def row_wise(self) -> list[fx.Node]:
-        """The ops between the matmul and the all-to-all, if one of them needs whole rows (``BandedNodes``); else
-        empty."""
+        """Empty: no op between the matmul and the all-to-all needs whole rows. Sites with such an op have
+        ``BandedNodes``, which return the ops."""
         return []
 
     @property
@@ -53,7 +53,8 @@ class SentNodes(ReduceNodes):
 
     @property
     def wire(self) -> Layout:
-        """The layout of what is received: a slice from each rank, in the order of the matmuls' elements."""
+        """The layout of what is received: one slice after the other, by rank. Within a slice, elements have the order
+        of the matmuls' result."""
         rank = next(a for a in self.received.flat() if a.rank)
         return Layout(((rank,), *self.leaf_layout.without_rank().dims))
 
@@ -67,8 +68,9 @@ class ReceivedNodes(GatherNodes):
             permuted copy.
         source_layout: layout of ``source``, in the atoms of ``raw``.
         given: layout of the collective's result.
-        raw: layout of what is sent, in the order in which the first matmul reads it. If the all-to-all's own order is
-            kept (``passes.find_received``), in the order of ``given``.
+        raw: layout of what is sent: one slice for each rank. Within a slice, elements have the order in which the first
+            matmul reads them. If the all-to-all's own order is kept (``passes.find_received``), they have the order of
+            ``given``.
     """
 
     source: fx.Node = field(kw_only=True)

@@ -9,9 +9,9 @@ Transfers can run under these nodes. For ``silu(gate) * up`` before a down-proje
 
 Contract:
 
-- The nodes read each other, matmuls of the site that are cut by rows, scalars and single rows.
-- Outside the epilogue, only matmuls, collectives and the output read them, directly or through views. Inductor fuses a
-  node into any other reader at no cost.
+- The nodes read only each other, scalars, single rows, and those matmuls of the site that are cut by rows.
+- Outside the epilogue, only matmuls, collectives and the output read them, directly or through views. A node with any
+  other reader is left out, because Inductor can fuse it into most other readers at no cost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from overlap_inductor.torch_compat import operators
 
 
 def find_epilogue(collective: CollectiveNode, consumers: list[GatherConsumer]) -> Epilogue:
-    """The largest epilogue after ``consumers``; empty if there is none."""
+    """The largest epilogue after those of ``consumers`` that are cut by rows like the first one; empty if there is
+    none."""
     first = next((c for c in consumers if c.role == "M" and c.matmul.kind in ("mm", "addmm")), None)
     if first is None:
         return Epilogue()

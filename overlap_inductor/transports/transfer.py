@@ -25,13 +25,14 @@ class Transfer:
     Part ``u`` goes to the receiver ``u // parts + 1`` ranks away. It is part ``u % parts`` of the shard. Its flag is
     number ``index + u % parts`` of the sender's flags at the receiver.
 
-    A rank's matmul takes the shards in rank order, and begins after the rank's own shard. So the receivers are in this
-    order (modulo the number of ranks):
+    A rank's matmul takes the other ranks' shards in the order rank + 1, rank + 2, ... (modulo the number of ranks). So
+    the receivers are in this order:
 
     * ``scattered``, not ``read_in_order``: rank + 1, rank + 2, ... The sender's matmul computes the shards in this
       order.
-    * Otherwise: rank - 1, rank - 2, ... Each receiver first gets the shard of its next rank, and its matmul reads this
-      shard first.
+    * Otherwise: rank - 1, rank - 2, ... Each receiver first gets the shard of its next rank. Of the other ranks'
+    shards, its
+      matmul reads this one first.
 
     Attributes:
         scattered: True if the source holds a shard for each rank. False if all ranks get the same shard.

@@ -69,8 +69,8 @@ class PeerCopies(Transport, Protocol):
 
     @property
     def fastest_from(self) -> int | None:
-        """In bytes. For pieces of at least this size, the transport is faster than transports with a lower limit.
-        ``None``: used only if the user names it."""
+        """In bytes. For pieces of at least this size, the transport is faster than those whose ``fastest_from`` is
+        smaller. ``None``: used only if the user names it."""
         ...
 
     def prepare(
@@ -88,8 +88,9 @@ class PeerCopies(Transport, Protocol):
         Args:
             source: an example of what will be sent: ``[any rows, width]``, 16-bit or fp8, contiguous, aligned to 16
                 bytes.
-            guarded: True if what is sent depends on waits of this call other than those for credits. If such a wait
-                times out, the transport must set no flag, or set flags to a number that no rank waits for.
+            guarded: True if what is sent depends on other waits in the same call of the op, not only on the waits for
+                credits. If such a wait times out, the transport must set no flag, or set flags to a number that no rank
+                waits for.
         """
         ...
 

@@ -172,8 +172,8 @@ def test_estimate(monkeypatch: pytest.MonkeyPatch, make: Callable[..., HandGraph
                 estimate = site.decision.plan[0].estimate_us
                 assert plans[-1] is None or estimate["fused"] * MARGIN_UNMEASURED < estimate["keep"], (rows, inner)
                 wire, matmul = estimate["collective"] - machine.collective_seconds * 1e6, estimate["matmul"]
-                # In ``sent_rows``, what arrives from 7 ranks is copied. In ``received_rows``, another node also reads
-                # the rows of all ranks, so these are copied.
+                # In ``sent_rows``, what arrives from 7 ranks is copied. In ``received_rows``, other nodes also read the
+                # rows of all ranks, so these are copied.
                 copied = 7 * rows * 8192 if make is graphs.sent_rows else 8 * rows * inner
                 copy = 2 * copied * 2 / machine.memory_bytes * 1e6
                 fixed = (cost.COST.leg_seconds + 7 * cost.COST.leg_peer_seconds) * 1e6

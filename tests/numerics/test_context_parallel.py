@@ -96,7 +96,7 @@ def _cases(world_size: int) -> list[tuple[str, Any, torch.dtype, tuple[int, int,
 
 
 def _compared(rank: int, world_size: int, part: slice) -> list[str]:
-    """The problems of this rank with a part of the cases of ``_cases``."""
+    """What went wrong on this rank in a part of the cases of ``_cases``."""
     problems = []
     for mask, layer, dtype, sizes, direction in _cases(world_size)[part]:
         problem = _Problem(rank, world_size, mask, dtype, sizes, layer)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ring cuts and writes an all-to-all after a matmul and row-wise ops (``form.RingForm``). The steps, one for
-each band of tokens, are always unrolled."""
+"""How the ring cuts a site ``matmul -> row-wise ops -> all-to-all``, and writes its steps (``form.RingForm``). The
+steps, one for each band of tokens, are always unrolled."""
 
 from __future__ import annotations
 
