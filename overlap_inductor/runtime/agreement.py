@@ -12,10 +12,10 @@ comparison. Each rank counts its calls of graphs that hold a collective of the g
               else  -> run the plain program at this call. If all ranks made the call, but never agreed on the plan,
                        run the plain program at all later calls, too
 
-A round passes a rejection on to the other groups of a rank. A graph with one group has one round. A graph with several
-groups has one round for each group, and one more round for a rank that publishes late. (Some ranks may still read its
-value after others have stopped waiting for it.) So all ranks that the groups connect reach one result. A rank whose
-plan was rejected at an earlier call publishes a refusal, so no rank waits for its verdicts.
+A round passes a rejection on to the other groups of a rank. A graph with one group has one round. When a graph with
+several groups publishes its plan, it has one round more than groups. If a rank is late, some ranks still read its
+value, and others have stopped waiting, so their first verdicts differ. So all ranks that the groups connect reach one
+result. A rank whose plan was rejected at an earlier call publishes a refusal, so no rank waits for its verdicts.
 
 A rank that reaches Dynamo's recompile limit makes no call where the others make one. So ranks publish the place of each
 call in the sequence of the group's collectives (``call_place``). While a rank is inside a collective that no graph
@@ -181,7 +181,8 @@ class Comparison:
     def _without_overlap(self, states: Sequence[GroupState], first: bool) -> Outcome:
         """Publish a plan without overlap. At the first call, wait for the other ranks' plans in mode ``strict``, or if
         other ranks may be inside the transfers of an agreed plan."""
-        # A plan that this rank has published before does not replace an agreed plan.
+        # Only a plan that this rank has not published before can be a recompile that took the place of an agreed plan.
+        # Only then may other ranks still run the agreed plan.
         new = any(self.plan.digest not in s.told for s in states)
         listening = self._listening(states, first)
         call_board.catch_up(listening, self.plan)

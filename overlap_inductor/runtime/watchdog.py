@@ -5,10 +5,11 @@ later overlap call raises it (``FaultRecord.check``).
 A program was *told* of a fault if ``check`` has raised the error, or if this rank has aborted the group. A fault is
 handled in this order:
 
-1. Within ``POLL_SECONDS``, the watchdog of every rank that maps the fault's board (``runtime.board``) stops the group's
-   waits on its own GPU. It logs the error if the program was not told.
+1. A fault is recorded on a *board*: host memory that ranks on one machine share (``runtime.board``). Within
+   ``POLL_SECONDS``, the watchdog of each rank that shares the board stops the group's waits on its own GPU. It logs the
+   error if the program was not told.
 2. If the program was told, or has destroyed the group, it goes on. A destroyed group is watched until its calls have
-   ended, and longer if the program was not told of a fault.
+   ended. If they end with a fault of which the program was not told, the group is watched until the program ends.
 3. Any other program is ended by SIGABRT, ``GRACE_SECONDS`` after the fault was seen. The error and the stacks of all
    threads are written to standard error.
 4. A program that ends without having been told gets exit status 1, because it may have used wrong results. Without a
@@ -94,7 +95,7 @@ class Watchdog:
 
     def watch(self, faults: Watched, alive: Callable[[], bool], in_flight: Callable[[], bool] = lambda: False) -> None:
         """Watch ``faults`` as long as its group is ``alive``. After that, watch until no call is ``in_flight``. If
-        there is a fault then, watch until the program was told of it.
+        the calls end with a fault of which the program was not told, watch until the program ends.
 
         Args:
             alive: returns True while the group is not destroyed.
@@ -198,9 +199,7 @@ def _at_exit() -> None:
     if not errors:
         return
     for error in errors:
-        os.write(
-            2, f"overlap_inductor: {error} The program ends without having been told: its exit status is 1.\n".encode()
-        )
+        os.write(2, f"overlap_inductor: {error} No call has raised this error, so the exit status is 1.\n".encode())
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:

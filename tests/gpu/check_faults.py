@@ -81,8 +81,8 @@ def expected(late: float) -> dict[str, Expected]:
             logged=True,
             probed=True,
         ),
-        "ended": Expected(1, 1, WAITED + r".*?The program ends without having been told", logged=True),
-        "behind": Expected(1, 1, WAITED + r".*?The program ends without having been told", logged=True),
+        "ended": Expected(1, 1, WAITED + r".*?No call has raised this error", logged=True),
+        "behind": Expected(1, 1, WAITED + r".*?No call has raised this error", logged=True),
         "again": Expected(0, 0, WAITED, others_told=WAITED),
         "aborted": Expected(0, 0, r"group '\S+' was aborted;", 1.0, others_told=r"group '\S+' was aborted by rank 0;"),
     }

@@ -28,13 +28,14 @@ def can_cut(nodes: GatherNodes) -> bool:
 
 
 def axis_of(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
-    """The place of ``lead`` in the operand: ``(chunk | outer | cross, dim, rows that one index of the atom spans)``, as
-    in ``row_pieces.position``. ``None`` if the operand cannot be cut there."""
+    """``(place, dim, rows that one index of lead spans)`` in the operand. ``None`` if the operand cannot be cut there.
+    ``place`` (``row_pieces.position``) is ``chunk`` or ``outer`` if ``lead`` is in the gathered dim, after or before
+    the rank atom. It is ``cross`` if ``lead`` is the first atom of another dim."""
     for dim, atoms in enumerate(consumer.layout.refined().dims):
         if any(a is lead for a in atoms):
             found = row_pieces.position(atoms, lead)
-            # A cut through a contracted dim that is not gathered would give partial sums, but each piece of the result
-            # must be complete.
+            # If the gathered dim is contracted, the pieces' results are added up. If another dim is gathered, each
+            # piece gives a part of the result. A cut through the contracted dim would then leave this part incomplete.
             if found is None or found[0] == "cross" and consumer.matmul.role(consumer.operand, dim) == "K":
                 return None
             return found[0], dim, found[1]

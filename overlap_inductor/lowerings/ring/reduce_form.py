@@ -85,13 +85,13 @@ class ReduceRing:
         return loop.rewrite(emit, site.facts.pattern, nodes, parts, floor)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """As ``SiteNodes.cut``. If the operands of a looping reduction are first transposed or permuted into the ranks'
-        order, the words end with ``" rows in front"``."""
+        """As ``SiteNodes.cut``, whose words are text that ranks compare. If the scattered rows are not in front, a
+        looping reduction first moves them there. The words then end with ``" rows in front"``."""
         nodes = nodes_of(site, ReduceNodes)
         sizes, words = nodes.cut()
         outer = nodes.sharded.outer
-        in_front = isinstance(outer, int) and outer == 1 and nodes.sharded.dim == 0
-        if unrolled or in_front or site.facts.pattern == "matmul_all_gather":
+        already_in_front = isinstance(outer, int) and outer == 1 and nodes.sharded.dim == 0
+        if unrolled or already_in_front or site.facts.pattern == "matmul_all_gather":
             return sizes, words
         return sizes, f"{words} rows in front"
 
