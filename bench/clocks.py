@@ -16,7 +16,7 @@ runs in three ways (``bench.timing`` says what hidden and in the loop mean)::
                 graphs
 
 Around each sample, a kernel stores the SMs' cycle counters and the time (``%clock64``, ``%globaltimer``). Each
-provider, and the matmul alone, gets a JSON row for each way. A row holds the longest median time and the lowest median
+provider, and the matmul alone, gets a JSON object for each way. It holds the longest median time and the lowest median
 clock rate of any rank. Before the timing, the providers' results are compared with results in fp32.
 """
 

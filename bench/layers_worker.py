@@ -251,7 +251,7 @@ def run(settings: Settings, folder: Path, where: Mapping[str, Any]) -> Iterator[
 
 
 def main() -> None:
-    """A rank on a slow link. Rank 0 writes each row to standard output, as a line of JSON."""
+    """Run one rank on a slow link. Rank 0 writes each row to standard output, as a line of JSON."""
     settings, folder = Settings.from_json(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

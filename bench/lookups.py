@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 8 -m bench.lookups --tables 64 256 --batch 4096 65536 --width 64 256 --pooling 1 20 100
     torchrun --nproc-per-node 8 -m bench.lookups --mode mean --jagged --dtype bfloat16 --budget-seconds 300
 
-Before and after the timing, the results of ``keep`` and of each schedule are compared with one in fp64. A wrong result
-ends the benchmark. Two parts of the program are also timed, each without the other: ``lookups`` is the plain graph
-without the all-to-all, and ``exchange`` is only the all-to-all. All calls except ``exchange`` are compiled.
+Before and after the timing, the results of ``keep`` and of each schedule are compared with a result in fp64. A wrong
+result ends the benchmark. Two parts of the program are also timed, each without the other: ``lookups`` is the plain
+graph without the all-to-all, and ``exchange`` is only the all-to-all. All calls except ``exchange`` are compiled.
 
 Each case gets a JSON row. The row holds each call's time with the host hidden and in the loop (``bench.timing``), and
 the cost model's estimates.

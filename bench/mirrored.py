@@ -283,7 +283,7 @@ def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats
             found = run()
             torch.cuda.synchronize()
             error = float((found.float() - known[bands]).abs().max() / known[bands].abs().max())
-            # ``max`` of a number and NaN may return the number, so NaN is handled apart.
+            # ``max`` of a number and NaN may return the number, so a NaN is tested for first.
             off = max(off, error) if error == error else float("inf")
             dist.barrier()
         off = worst(off)

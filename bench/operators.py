@@ -98,7 +98,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--case-seconds",
         type=float,
         default=1.0,
-        help="seconds to time one case in one setting; each provider still gets five samples (or --repeats)",
+        help="seconds to time one case in one setting; each provider still gets five samples, or --repeats if less",
     )
     parser.add_argument(
         "--budget-seconds", type=float, default=float("inf"), help="begin no case that may end after this time"

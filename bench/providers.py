@@ -49,8 +49,8 @@ ASYNC_TP = ("all_gather_matmul", "matmul_reduce_scatter")
 """The patterns for which Inductor's async TP has ops."""
 LIMIT_MIB = 1 << 16
 RING_PARTS = 1
-"""The number of sub-chunks of a shard. Over NCCL, one was the fastest in most cases of an MLP
-(bench/results/ring_nccl.jsonl)."""
+"""The number of sub-chunks into which the ring cuts a shard. Over NCCL, one sub-chunk was the fastest in most cases
+of an MLP (bench/results/ring_nccl.jsonl)."""
 
 
 def provider_names() -> list[str]:
@@ -214,8 +214,8 @@ def compiled(site: Site, name: str, **switches: Any) -> Provider:
     backend compiles it, else plain Inductor. All ranks call this together.
 
     Raises:
-        RuntimeError: the graph does not hold exactly one site, or the site has another schedule than requested or no
-            workspace.
+        RuntimeError: the graph does not hold exactly one site, the site has another schedule than requested, or the
+            site has no workspace.
     """
     # Dynamo caches compiled functions by code object, so each provider gets a code object of its own.
     namespace: dict[str, Any] = {"function": plain(site.example, site.group)}

@@ -114,7 +114,7 @@ def _received(of: Sizes) -> Case:
 
 def _uneven_parts(of: Sizes) -> tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
     """How many rows this rank sends to each rank, and a function that exchanges the rows. This function first exchanges
-    the numbers of rows, as a dispatcher of tokens does, so a graph knows the sizes at run time only."""
+    the numbers of rows, as a dispatcher of tokens does. So the sizes are not known when a graph is compiled."""
     shares = PARTS[of.world_size]
     counts = torch.tensor([of.rows * shares[(to - of.rank) % of.world_size] // 8 for to in range(of.world_size)])
 

@@ -168,7 +168,7 @@ def small_message() -> str:
 
 
 def models() -> str:
-    """An unchanged Hugging Face Llama, by layers, GPUs and tokens, every run."""
+    """An unchanged Hugging Face Llama, by layers, GPUs and tokens. Each stored run has a line."""
     lines = []
     for row in _read("models"):
         sites = ", ".join(f"{count} {name}" for name, count in row["sites"].items())
@@ -191,7 +191,7 @@ def models() -> str:
 
 
 def training() -> str:
-    """Training steps of two sequence-parallel blocks on 2 GPUs, every run."""
+    """Training steps of two sequence-parallel blocks on 2 GPUs. Each stored run has a line."""
     lines = [
         [row["hidden"], row["tokens"], row["provider"], f"{row['ms']:.1f}", f"{row['speedup']:.2f}", row["note"]]
         for row in _read("training")
@@ -242,8 +242,8 @@ def turns() -> str:
 
 
 def compile_cost() -> str:
-    """CPU time to compile a Llama, every run. Brackets hold the ratio of this time to that of the plain
-    compile in the same run."""
+    """CPU time to compile a Llama. Each stored run has a line. Brackets hold the ratio of this time to that of the
+    plain compile in the same run."""
     lines, plain = [], {}
     for row in _read("compile_cost"):
         both = [row["seconds"], row["seconds"] + row["compiler_seconds"]]

@@ -4,9 +4,9 @@
 With the host *hidden*, the host launches a call while the device sleeps, so only device time counts.
 
 With the host *in the loop*, a sample is several calls in a row without a sleep. A call then takes its device time or
-its host time, whichever is longer. All samples have the same number of calls. If a number within ``CALLS_IN_LOOP``
-allows it, a sample of the fastest call takes about ``LOOP_MS``. A result is freed before the next call. So the next
-call gets the same addresses, as in the steps of a compiled model.
+its host time, whichever is longer. All samples have the same number of calls. This number is chosen so that a sample of
+the fastest call takes about ``LOOP_MS``, but it stays within ``CALLS_IN_LOOP``. A result is freed before the next call.
+So the next call gets the same addresses, as in the steps of a compiled model.
 
 On a CPU, both times are wall-clock time.
 """
@@ -35,23 +35,25 @@ LEAST_SLEEP_MS = 1.0
 REST_MS = 50.0
 """Pause of the host before a sample with the host in the loop, so that the GPU cools.
 
-On 2 H200s, matmuls of 8192 tokens in a row ran at 1467 MHz after pauses of 10 ms. After 60 ms, they ran at 1553 MHz.
-With the host hidden, a single call ran at 1542 MHz. On 4 H200s the pause changed little (bench/results/clocks.jsonl).
+On 2 H200s, matmuls of 8192 tokens ran one after the other. After pauses of 10 ms, the clock rate was 1467 MHz. After
+pauses of 60 ms, it was 1553 MHz. In single calls with the host hidden, it was 1542 MHz. On 4 H200s, the pause changed
+little (bench/results/clocks.jsonl).
 """
 LOOP_MS = 8.0
 """Intended length of a sample of the fastest call, with the host in the loop."""
 CALLS_IN_LOOP = 4, 40
 """Fewest and most calls in a sample with the host in the loop."""
 LEAST_REPEATS = 5
-"""Fewest samples of a call if time is short, unless ``most`` of ``in_turn`` is less."""
+"""If time is short, ``in_turn`` still takes this many samples of a call, or its argument ``most`` if that is less."""
 
 Call = Callable[[], Any]
 
 
 def worst(values: Sequence[float]) -> list[float]:
-    """The maximum over ranks of each value, the same list on all ranks. All ranks call this together."""
+    """The maximum over ranks of each value, the same list on all ranks. All ranks call this together. A NaN counts as
+    infinity, because the maximum of Python and that of some backends lose a NaN."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    tensor = torch.tensor(list(values), device=device, dtype=torch.float64)
+    tensor = torch.tensor(list(values), device=device, dtype=torch.float64).nan_to_num(nan=math.inf)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
 

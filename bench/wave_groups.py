@@ -228,7 +228,7 @@ def main() -> None:
         "--free", type=int, nargs="+", default=list(WaveParameters(1).free), help="SMs to leave to NCCL"
     )
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--candidates", type=int, default=64, help="most partitions to time")
+    parser.add_argument("--candidates", type=int, default=64, help="largest number of partitions to time")
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -39,7 +39,7 @@ def paragraphs(text: str) -> Iterator[list[tuple[int, str]]]:
     """The paragraphs of prose in ``text``, each as a list of ``(line, text)``. Lines are counted from 0. A list item
     and an entry of ``Args:`` are paragraphs of their own. ``text`` must be dedented."""
     found: list[tuple[int, str]] = []
-    skip_above: int | None = None  # lines that are indented by more are code
+    skip_above: int | None = None  # lines with a larger indentation are code
     skip_to_blank = in_item = False
     section: int | None = None  # the indentation of the last ``Args:``
     for number, line in enumerate(text.split("\n")):

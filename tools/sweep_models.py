@@ -6,7 +6,7 @@
     python tools/sweep_models.py --part hugging_face --sizes even    # even sizes in place of odd sizes
     python tools/sweep_models.py --part hugging_face --sizes even --train --sequence-parallel on
     python tools/sweep_models.py --part torchtitan    # tests/support/torchtitan_models.py says what must be installed
-    python tools/sweep_models.py --part programs --seeds 0 500    # the ranks differ in bias, K and padding
+    python tools/sweep_models.py --part programs --seeds 0 500    # the ranks' programs differ in bias, K and padding
 
 Ranks are gloo processes with random weights. Schedule ``ring`` is forced, so every site that it can compute is
 overlapped. Rewritten graphs are interpreted, because compiling is slow. ``--generated`` runs Inductor's code instead,
@@ -66,7 +66,7 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"step_node_budget": 1},
     {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2},
 )
-"""Fields of ``OverlapConfig``. Batches of random programs run with these configurations in turn."""
+"""Fields of ``OverlapConfig``. Batch ``n`` of random programs runs with ``FIELDS[n % len(FIELDS)]``."""
 TORCHTITAN = (
     (False, True, "even"),
     (False, False, "even"),

@@ -3,9 +3,9 @@
 
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 
-The tests are the unit tests, the compile tests, and those of a transformer block (by hand and with DTensor). ``--all``
-also runs the tests of kernels (in Triton's interpreter), of numerics (over gloo), and of all models. With
-``--all``, each version takes some 15 minutes on two cores.
+The tests are the unit tests, the compile tests, and those of a transformer block. (The block is made
+parallel by hand, and with DTensor.) ``--all`` also runs the tests of kernels (in Triton's interpreter), of numerics
+(over gloo), and of all models. With ``--all``, each version takes some 15 minutes on two cores.
 
 ``TORCH_PYTHONS`` may list the paths of interpreters that already have torch, separated by spaces. Without it, an
 environment for each version is made in ``.torch-versions/``. Two versions run at a time.

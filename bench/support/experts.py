@@ -176,8 +176,11 @@ class DispatchedExperts(torch.nn.Module):
         return out + self._shared(x) if self.shared else out
 
     def _permute(self, rows: torch.Tensor, counts: torch.Tensor) -> tuple[Any, ...]:
-        """``(shape of rows, rows in the order of the experts, their places in rows, number of rows of each expert)``.
-        ``counts``: numbers of rows, by rank and then by expert."""
+        """Sort ``rows`` by expert. ``counts``: numbers of rows, by rank and then by expert.
+
+        Returns the shape of ``rows``, the sorted rows, the index of each sorted row in ``rows``, and the number of rows
+        of each expert.
+        """
         by_rank = counts.view(self.world_size, -1)
         starts = (counts.cumsum(0) - counts).view(self.world_size, -1).t().reshape(-1)
         lengths = by_rank.t().reshape(-1)

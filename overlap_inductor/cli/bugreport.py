@@ -29,8 +29,8 @@ USER = "<user>"
 
 
 def write_bug_report(folder: str, output: str | None = None) -> Path:
-    """Pack the reports below ``folder`` into ``output`` (by default ``DEFAULT_FILE`` in the current folder), which is
-    replaced. Returns its path.
+    """Pack the reports below ``folder`` into the file ``output`` (by default ``DEFAULT_FILE`` in the current folder).
+    An older file of this name is replaced. Returns the path of the new file.
 
     Raises:
         OverlapError: there is no report below ``folder``, a file of a report cannot be read or is damaged, or

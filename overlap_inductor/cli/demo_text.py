@@ -11,7 +11,7 @@ TITLES = {
     "block": "DTensor sequence-parallel block, forward and backward",
 }
 FASTER, SLOWER = 1.02, 0.98
-"""A ratio of times between these two counts as no difference."""
+"""If the ratio of two times lies between these numbers, the times count as equal."""
 MEDIAN = 1
 """Index of the median in times, which are ``[first quartile, median, third quartile]``."""
 

@@ -39,8 +39,7 @@ REPEATS = 9
 GROUP_TIMEOUT = timedelta(seconds=120)
 
 # Largest allowed difference, relative to the largest value. A split matmul, or a sum in another order, has other
-# rounding errors. Results then differ, most in long sums and in bfloat16. The tolerances are far above these
-# differences.
+# rounding errors. These errors are largest in long sums and in bfloat16. The tolerances are far above them.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 Outputs = dict[str, torch.Tensor]
@@ -103,8 +102,8 @@ def quartiles_ms(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[st
 
 
 def compare(name: str, value: torch.Tensor, reference: torch.Tensor, tolerance: float) -> dict[str, Any]:
-    """Compare ``value`` with ``reference`` on all ranks, which call this together. The difference may be ``tolerance``
-    times the reference's largest value."""
+    """Compare ``value`` with ``reference`` on all ranks, which call this together. The check passes if the difference
+    is at most ``tolerance`` times the reference's largest value, and ``value`` is finite."""
     difference = (value.float() - reference.float()).abs().max()
     largest = reference.float().abs().max()
     both = torch.stack([difference, largest])

@@ -103,7 +103,8 @@ def _variables() -> list[Check]:
 
 
 def _effective(config: OverlapConfig) -> Check:
-    """Whether the pass is in Inductor's slot in this process. This process loads the pass as a user's process does."""
+    """Whether the pass is in Inductor's slot (its setting for custom passes) in this process. This process loads the
+    pass as a user's process does."""
     from overlap_inductor.inductor import probe
 
     name = "by environment"

@@ -57,7 +57,7 @@ def explain_script(
         machine: name of the machine for which plans are made. ``None``: this machine.
         ranks: size of the group in which this process acts as rank 0. ``None`` with ``machine``: the number of GPUs of
             ``machine``. ``None`` without ``machine``: the script runs in the group that it makes itself.
-        short: whether to print a few lines of each report.
+        short: whether to print only a few lines of each report, not the whole report.
 
     Raises:
         OverlapError: there is no such script.
@@ -99,7 +99,7 @@ def _run(script: str, arguments: Sequence[str]) -> int:
         return _status(ending)
     except (RanksError, BrokenPipeError):
         raise  # main() handles both errors. A broken pipe may be our own output, whose reader has ended.
-    except Exception as error:  # noqa: BLE001  (the script's own error: shown, and its reports after it)
+    except Exception as error:  # noqa: BLE001  (an error of the script is shown, then the reports)
         traceback.print_exc()
         if _lacks_a_gpu(error):
             print(f"\n{_NO_GPU}", file=sys.stderr)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``overlap-inductor``. A command's modules are imported when it runs, so ``--help`` needs no torch."""
+"""The program ``overlap-inductor``. The modules of each of its commands are imported when the command runs, so
+``--help`` needs no torch."""
 
 from __future__ import annotations
 

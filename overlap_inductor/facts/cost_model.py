@@ -2,8 +2,8 @@
 """The cost model estimates the seconds of a site's matmul alone and of its collective alone.
 
 Without overlap a site takes ``T_matmul + T_collective``. A schedule hides a part of one time behind the other, and pays
-a fixed cost. The schedule's ``cost.py`` says how much stays exposed. Estimates of this form are also in section 1.3 of
-CommFuse, and in the gate of XLA's windowed einsum.
+a fixed cost. The schedule's ``cost.py`` says how much stays exposed. The CommFuse paper (section 1.3) uses estimates of
+this form. XLA uses one to decide whether to write a windowed einsum.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import replace
 from overlap_inductor.facts.machine import Machine
 
 MARGIN = 1.05
-"""With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule must be estimated to be more than this many times as fast as
-``keep``."""
+"""With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule is chosen only if it is estimated to be more than this many times
+as fast as ``keep``."""
 MARGIN_UNMEASURED = 1.25
-"""``MARGIN`` where there are few measurements or none:
+"""Takes the place of ``MARGIN`` where there are few measurements or none:
 
 - ``chunked``, ``fused``, ``wave_groups``: groups with more ranks than the largest measured group.
 - ``chunked``, ``fused``: matmuls that contract the dim that an all-to-all exchanges.
@@ -38,7 +38,7 @@ class SiteSizes:
             another.
         gathers: whether the collective is an all-gather.
         exchanges: whether the collective is an all-to-all.
-        replays: whether the call's launches are replayed as one (``runtime.replay``).
+        replays: whether a call's launches are replayed as one CUDA graph (``runtime.replay``).
         weights: bytes of experts' weights that a grouped matmul reads; else 0.
         handed_out: bytes of the gathered tensor that an op copies out of its workspace for other nodes than the
             matmuls.
@@ -96,5 +96,5 @@ def copy_seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def receive_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """``copy_seconds`` of the ``received`` bytes."""
+    """Seconds to copy the ``received`` bytes out of the workspace: one read and one write."""
     return 2 * sizes.received / machine.memory_bytes

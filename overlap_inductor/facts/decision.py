@@ -44,7 +44,12 @@ class PlanPiece:
 
 @dataclass
 class Decision:
-    """What happens to a site. ``status``: overlapped | kept | refused | failed; ``source``: analytic | forced."""
+    """What happens to a site. ``report.words`` explains the values of ``status`` and ``source``.
+
+    Attributes:
+        status: overlapped | kept | refused | failed.
+        source: analytic (not forced by a switch) | forced (by a switch).
+    """
 
     status: str
     source: str

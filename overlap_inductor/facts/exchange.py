@@ -25,7 +25,7 @@ class ExchangePlan:
         steps: one line for each collective that all ranks of a group call, in the order of their calls. Then one line
             for each rewrite that divides tokens. Sends, receives, collectives of groups of one rank, and ops of
             namespaces ``c10d`` and ``c10d_functional`` have no line.
-        overlaps: whether a line is an overlapped transfer, or a rewrite divides tokens.
+        overlaps: whether at least one line is an overlapped transfer or a rewrite that divides tokens.
         config: the switches. Not in the digest.
         groups: this rank's names of the groups g0, g1, ... of the steps: one tuple, or one for each of ``parts``. Not
             in the digest.

@@ -23,7 +23,7 @@ class Machine:
         overlapped_efficiency: rate of the matmuls of chunks while transfers run, divided by the rate of the whole
             matmul alone.
         least_tiles: the fewest output tiles (128 x 256 elements each) for which it pays to cut the matmul inside one
-            op. If its launches are replayed, ``chunked`` may pay with fewer.
+            op. Schedule ``chunked`` may pay with fewer tiles if its launches are replayed as one CUDA graph.
         memory_bytes: B/s that a memory-bound kernel or a lookup reads and writes. One H100 reached 2.72e12.
         lookup_seconds: fixed cost of one lookup in a table. On an H100, 64 calls of ``embedding_bag`` took 680 us.
             Their reads and writes alone would take 50 us.

@@ -2,7 +2,7 @@
 """``SCHEDULES``, ``TRANSPORTS`` and ``PATTERNS`` hold the names that switches accept, besides ``auto`` and ``keep``.
 
 The configuration checks switches against these names. The registries import the configuration, so the configuration
-cannot import them when it is loaded. Instead, each registry adds its names here.
+cannot import the registries when it is loaded. Instead, each registry adds its names here.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ It takes the place of ``CompiledFxGraph.current_callable``::
     graph(inputs)   ->   are all ranks' plans equal?    yes: overlapped(inputs), after making the workspace once
                                                         no:  plain(inputs), compiled now if it is not there yet
 
-``overlapped`` is the earlier callable, which may record CUDA graphs. Before the comparison ends, it has read, written
-and captured nothing. ``plain`` is the graph compiled without overlap (``plain_program``).
+``overlapped`` is the replaced callable, which may record CUDA graphs. Before the comparison ends, ``overlapped`` has
+read, written and captured nothing. ``plain`` is the graph compiled without overlap (``plain_program``).
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class ComparedCall:
         return result
 
     def _decide(self, comparison: agreement.Comparison, new: bool, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """Compare this call with the other ranks. Returns what this rank runs. ``new``: a parameter or buffer has not
-        been compared yet."""
+        """Compare plans with the other ranks, if needed. Returns the callable that this rank runs. ``new``: a parameter
+        or buffer has not been compared yet."""
         outcome = comparison.call()
         if outcome.overlapped and self.needs and any(is_fake(resolve_group(name)) for name, *_ in self.needs):
             # A fake group has no peers, so its ranks cannot share a workspace. A graph that needs no workspace, such as

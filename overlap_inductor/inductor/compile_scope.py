@@ -106,7 +106,7 @@ def entered(scope: CompileScope) -> Iterator[CompileScope]:
 
 @contextmanager
 def plain(scope: CompileScope) -> Iterator[None]:
-    """Inside the ``with`` block, this thread compiles plain programs. ``scope`` must switch overlap off."""
+    """Inside the ``with`` block, this thread compiles plain programs. ``scope`` must be pinned, with overlap off."""
     outer, _local.plain = _local.plain, scope
     try:
         yield

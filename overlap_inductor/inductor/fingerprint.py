@@ -88,7 +88,7 @@ def fingerprint(config: OverlapConfig | None) -> str:
 
     - the process groups: an ``all_reduce`` names its group but not the group's size;
     - which peers' memory the GPUs reach: fused kernels depend on it;
-    - the machine, if plans are made for another machine;
+    - the machine that plans are made for, if it is not this machine;
     - whether all streams share one hardware queue: a site's launches are then not replayed as a CUDA graph;
     - schedules, patterns and transports from outside the package.
     """

@@ -49,7 +49,7 @@ ATTRIBUTE = "_overlap_inductor_reports"
 PLAIN = "_overlap_inductor_plain"
 """Attribute of a compiled graph with overlap: its plain program (``plain_program.Captured``)."""
 OFF = "_overlap_inductor_off"
-"""Attribute of a graph with collectives that our pass did not see: the names of its process groups."""
+"""Attribute of a compiled graph that has collectives but that our pass did not see: the names of its process groups."""
 
 
 def _nothing() -> OverlapConfig | None:
@@ -72,10 +72,12 @@ _local = _Local()
 
 
 class _Attached(str):
-    """Reports of a graph, as JSON. Their type says where they come from:
+    """The reports of a compiled graph, as JSON. An ``_Attached`` is pickled as a plain ``str``. So the type of the
+    reports of a graph tells two cases apart:
 
-    - ``_Attached``: this process has compiled the graph, or has activated the reports (``known``).
-    - ``str``: the graph was just loaded from a cache, because reports are pickled as a ``str``.
+    - a plain ``str`` if the graph was loaded from a cache and its reports are not activated yet;
+    - an ``_Attached`` if this process has compiled the graph or has activated its reports. ``known`` is true once the
+      reports are activated.
     """
 
     known = False
@@ -396,8 +398,8 @@ def _try_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = True) -> None:
-    """Log, count and dump the reports. With ``strict``, a ``StrictError`` is raised. During a load from AOTAutograd's
-    cache, ``_try_load`` raises it. Without ``strict``, a ``StrictError`` is dropped."""
+    """Log, count and dump the reports. Without ``strict``, each ``StrictError`` of a report is dropped. With
+    ``strict``, the error is raised here, but during a load from AOTAutograd's cache it is left to ``_try_load``."""
     config = config_in_effect()
     for report in reports:
         report.graph = compile_scope.current_graph_name() or report.graph
@@ -413,7 +415,8 @@ def _make_known(reports: list[OverlapReport], from_cache: bool, strict: bool = T
 
 
 def _warn_overwritten() -> None:
-    """Warn, once for each content of the slot, that overlap is on but the slot does not hold the pass."""
+    """Warn that overlap is on, but Inductor's setting for custom passes (``pass_slot.SLOT``) does not hold our pass.
+    Warn once for each value of the setting."""
     from overlap_inductor.inductor import pass_slot
 
     scope = compile_scope.current()
@@ -425,7 +428,7 @@ def _warn_overwritten() -> None:
         _warned.add(found)
         log.warning(
             "overlap_inductor is switched on, but torch._inductor.config.%s was changed afterwards and now holds %s: "
-            "nothing is overlapped in graphs compiled since. Call overlap_inductor.enable() after the slot is "
+            "nothing is overlapped in graphs compiled since. Call overlap_inductor.enable() after this setting is "
             "assigned, or add to what it holds instead of replacing it.",
             pass_slot.SLOT,
             found,

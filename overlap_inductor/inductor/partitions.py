@@ -36,8 +36,8 @@ _WHOLE = "_overlap_inductor_whole"
 
 
 def graph_partition(original: Callable[..., Any], scheduler: Any) -> Any:
-    """Around ``Scheduler.graph_partition``: if a partition would cut a transfer, partition again with nothing
-    captured."""
+    """Around ``Scheduler.graph_partition``: if a transfer would be cut, call it again with nothing captured. Then
+    all partitions run without CUDA graphs."""
     found = original(scheduler)
     partitions, signatures = found
     scope = compile_scope.current()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of Inductor that hold custom passes, and our passes in the form that these settings expect.
+"""The settings of Inductor that hold custom passes, and our passes in the form that these settings expect. A *slot* is
+one of these settings. Its name here is a key of ``SETTINGS``.
 
 ``post_grad_custom_post_pass`` and ``joint_custom_post_pass`` differ between versions of torch:
 

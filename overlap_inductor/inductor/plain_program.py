@@ -137,8 +137,8 @@ def _attribute(gm: fx.GraphModule, name: str) -> Any:
 
 
 def _written(gm: fx.GraphModule, within: bool = False) -> _Program:
-    """``gm`` as data. If ``gm`` is a subgraph (``within``), its nodes keep their values, because its shapes are not
-    propagated again. Nodes that make unbacked sizes also keep their values, because nothing recreates the symbols."""
+    """``gm`` as data. If ``gm`` is a subgraph (``within``), its nodes keep ``meta["val"]``, because its shapes are not
+    propagated again. Nodes that make unbacked sizes also keep it, because nothing recreates the symbols."""
     places = {node: _Node(i) for i, node in enumerate(gm.graph.nodes)}
 
     def meta(node: fx.Node) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def compile_plain(
         data: ``Captured.data``.
         large: the tensors that ``data`` leaves out, by name.
         keywords: arguments of ``compile_fx_inner`` for the overlapped graph.
-        settings: Inductor's configuration when the overlapped graph was compiled.
+        settings: Inductor's configuration when the overlapped graph was compiled, or loaded from a cache.
 
     Raises:
         OverlapError: ``large`` lacks a tensor.

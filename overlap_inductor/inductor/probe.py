@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``overlap-inductor doctor`` asks torch and Inductor's pass slot."""
+"""Facts about torch and Inductor for ``overlap-inductor doctor``. "Slot" means Inductor's setting for post-grad passes
+(``pass_slot.SLOT``)."""
 
 from __future__ import annotations
 
@@ -44,14 +45,14 @@ def nccl_version() -> str:
 
 
 def slot_content() -> str:
-    """What Inductor's post-grad slot holds now, in words."""
+    """The passes that the slot holds now, in words."""
     from overlap_inductor.inductor import pass_slot
 
     return pass_slot.describe(pass_slot.read())
 
 
 def config_in_slot() -> OverlapConfig | None:
-    """The configuration of the pass in Inductor's slot. ``None`` if there is no pass, or if nothing is switched on.
+    """The configuration of our pass in the slot. ``None`` if our pass is not there, or if overlap is not switched on.
 
     Raises:
         ConfigError: a switch has a value that is not allowed.

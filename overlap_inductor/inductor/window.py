@@ -26,7 +26,7 @@ _KNOWN = "_overlap_inductor_windows"
 
 
 class Window(ir.NopKernel):
-    """A view of a buffer, as a buffer with a name of its own. ``view``: has the window's sizes, strides and offset."""
+    """A view of a buffer, as a buffer with a name of its own. ``view`` has the window's sizes, strides and offset."""
 
     def __init__(self, view: Any) -> None:
         super().__init__(name=None, layout=ir.NonOwningLayout(view), inputs=[view.data.data])

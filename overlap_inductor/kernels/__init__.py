@@ -6,7 +6,7 @@ Arguments with one meaning in all kernels:
 
     WORLD, rank, site: number of ranks, this rank, and the number of the site in fault records
     peer_data, peer_flags: int64 [WORLD], addresses of the ranks' workspace and flags
-    flags, signals: this rank's flags, and how many of them each source has (``signals.signal_flag``)
+    flags, signals: this rank's flags, and how many of them each source (a sending rank) has (``signals.signal_flag``)
     calls: int32, one word in this rank's own memory: number of calls that have ended
     queues: int32 in this rank's own memory, zero between calls except for word ``layout.ANNOUNCED``
     stop, patience: the fault memory (``layout.STOP_WORDS``), and the longest wait for a peer in ns

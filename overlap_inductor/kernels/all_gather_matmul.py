@@ -85,7 +85,7 @@ def all_gather_matmul(
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
-    # Multiples of four, so the compiler knows that no mask ends inside a 16-byte word.
+    # The compiler sees the factor 4 of both counts, so it knows that no mask ends inside a 16-byte word.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     weights = (
@@ -245,8 +245,8 @@ def all_gather_matmul(
 
 @triton.jit
 def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.constexpr, KEEP: tl.constexpr):
-    """Count a block of the grid as finished. The last block sets words 0 to 4 of ``queues`` to 0. Without ``KEEP`` it
-    also ends the call."""
+    """Count the calling block as finished. The last block to finish sets words 0 to 4 of ``queues`` to 0. Without
+    ``KEEP``, this block also ends the call."""
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
     if finished == tl.num_programs(0) - 1:
@@ -297,7 +297,8 @@ def _store(
     HALVES: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """Store one tile of the result, with its epilogue, up to the end of its shard."""
+    """Compute the epilogue on one tile of the result, and store the tile. Its rows beyond the end of the shard are not
+    stored."""
     at_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     tile = total.to(c.dtype.element_ty)

@@ -10,7 +10,7 @@ The first ``PUSHERS`` blocks push before they multiply (``push``). If a block's 
 pieces that are left. Without ``SENDS`` no block pushes: a transport that needs no SM sends the rows (``copy_engine``).
 
 A wait interrupts the pipelined loads of a loop. So only a block's first tile of a band has a loop for each source. For
-its other tiles of the band, all sources have arrived, and one loop reads the parts of all peers.
+its other tiles of the band, the rows of all sources have arrived, and one loop reads the parts of all peers.
 
 Forward progress, memory ordering, CUDA graphs: as in ``all_gather_matmul``. A ``load_fence`` follows each wait. The
 fences of the first tile of a band also precede the loads of the block's other tiles of this band.
@@ -59,7 +59,7 @@ def all_to_all_contraction(
     """
     call = tl.load(calls)
     words = a.to(tl.pointer_type(tl.int32), bitcast=True)
-    # Multiples of four, so the compiler knows that no mask ends inside a 16-byte word.
+    # The compiler sees the factor 4 of both counts, so it knows that no mask ends inside a 16-byte word.
     shard_words = shard_vectors * 4
     part_words = part_vectors * 4
     tiles_m = tl.cdiv(rows, BLOCK_M)

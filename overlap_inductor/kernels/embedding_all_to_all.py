@@ -117,7 +117,7 @@ def _look_up(
             elif BAGGED:
                 total += found[step].to(tl.float32)
             else:
-                # Not added to 0, because -0 would become 0.
+                # The row is not added to ``total``, because -0 plus 0 is 0.
                 total = found[step].to(tl.float32)
         if SAVES:
             of_index = tl.load(fact + 7)

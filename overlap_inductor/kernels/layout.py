@@ -3,7 +3,7 @@
 
 A call of a site holds one *slot* of its group's workspace (``runtime.arena``). The flags of a slot lie ``FLAG_WORDS``
 apart. First comes one credit for each rank. Then come ``signals`` flags that rank 0 sets, as many that rank 1 sets, and
-so on. ``runtime.board`` describes the fault records.
+so on. A group's *board* is memory of the host that holds the ranks' fault records (``runtime.board``).
 """
 
 from __future__ import annotations

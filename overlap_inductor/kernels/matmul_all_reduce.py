@@ -36,7 +36,8 @@ Forward progress, with any number of resident blocks. All waits are bounded (``s
   copies end.
 
 Memory ordering. After a tile's bulk stores come ``store_fence``, a barrier, and one thread's releasing add to a word of
-``ready`` (GPU scope). A block that sends or sums the tile acquires that word, clears it, and loads the tile past L1.
+``ready`` (GPU scope). A block that sends or sums the tile acquires that word, clears it, and loads the tile. These
+loads bypass L1.
 Stores to peers are ordinary stores, followed by ``count_and_signal``. Peers write into this rank's workspace again only
 after the credits that this rank's last block gives.
 
@@ -451,8 +452,8 @@ def matmul_all_reduce(
                     TRANSPOSED,
                     BIAS,
                 )
-                # Here a pushing block claims no further tile. It may do other work before that tile, and other blocks
-                # would wait for the tile.
+                # Here a pushing block claims no further tile, because it may do other work first. Meanwhile, other
+                # blocks would wait for the claimed tile.
                 following = claim(queues + tl.where(pushes_first, NOTHING_QUEUE, 0), THREADS)
                 store_tile(
                     product_desc, shard * padded + m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES

@@ -173,7 +173,7 @@ def matmul_reduce_scatter(
     tiles_part = part_rows // BLOCK_M
     padded = tiles_shard * BLOCK_M
     everything = tiles_shard * tiles_n * WORLD
-    # A multiple of four, so the compiler knows that no mask ends inside a 16-byte word.
+    # The compiler sees the factor 4, so it knows that no mask ends inside a 16-byte word.
     row_words = columns // 8 * 4
     peers = ()
     for ahead in tl.static_range(1, WORLD):

@@ -145,8 +145,9 @@ def push_slice(
     begins, so a matmul can begin with the first columns.
 
     The shard is ``[rows, row_words]``. A slice of a part is ``part_rows`` rows of ``slice_words`` words, in ``PIECES``
-    pieces of rows, stored ``[ROWS, COLUMNS]`` words at a time. It has signal ``part * SLICES + slice``, and word
-    ``QUEUE_WORDS + (peer * PARTS + part) * SLICES + slice`` of ``queues``.
+    pieces of rows, stored ``[ROWS, COLUMNS]`` words at a time. Its flag at the receiver is ``signal_flag(flags, rank,
+    part * SLICES + slice)``. Word ``QUEUE_WORDS + (peer * PARTS + part) * SLICES + slice`` of ``queues`` counts its
+    stored pieces.
     """
     i = tl.atomic_add(queues, 1, sem="relaxed")
     RECEIVERS: tl.constexpr = WORLD if KEEP else WORLD - 1

@@ -19,7 +19,8 @@ Forward progress. A wait ends when the value is there, when the rank's abort wor
 A thread whose patience is over gives up:
 
 1. It sets its rank's abort word by compare-and-swap. Only the first thread of the rank finds zero there and goes on.
-2. It writes the rank's record on the group's board, and marks on the board that there is a record.
+2. It writes the rank's record on the group's board (memory of the host, ``runtime.board``). It marks on the board that
+   there is a record.
 3. It sets the abort words of the other ranks, unless each rank has a board of its own.
 
 The thread takes the steps in this order, steps 2 and 3 by releases. So a rank that is stopped by a peer finds the

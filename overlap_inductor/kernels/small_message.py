@@ -9,9 +9,9 @@
 Sums are in fp32, in the order of the ranks, rounded once. So all ranks get the same bits.
 
 A block has one *unit*, a segment of columns. In one-shot, a unit is a segment of one row. In two-shot, a unit is a
-segment of a group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-shot, the last block of a
-row computes the norm of the row. In two-shot, the blocks of a group compute the norms of the group before, so the grid
-has one more group.
+segment of a group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-shot, the block of a row's
+last segment computes the norm of the row. In two-shot, the blocks of a group compute the norms of the group before, so
+the grid has one more group.
 
 Forward progress. One resident block on each rank is enough, if blocks start in the order of their numbers:
 
@@ -24,8 +24,9 @@ Forward progress. One resident block on each rank is enough, if blocks start in 
 CUDA does not promise this order of starts. GPUs keep it, and scans depend on it (Merrill and Garland, decoupled
 look-back, 2016). If all blocks are resident at once, as in decode, the order does not matter.
 
-Workspace. Two halves of a slot suffice, without credits (``runtime.arena.HALVES``). Call ``n`` writes into half ``n %
-2``. When rank ``r`` begins call ``n``, no peer reads this half any more:
+Workspace. A *slot* is the part of the workspace that a call holds. Here it has two halves, so no credits are needed
+(``runtime.arena.HALVES``). Call ``n`` writes into half ``n % 2``. When rank ``r`` begins call ``n``, no peer reads
+this half any more:
 
 * Call ``n - 1`` of ``r`` has ended, because the calls of a slot run one after the other.
 * In call ``n - 1``, ``r`` has waited for a signal of each peer. So each peer had begun its call ``n - 1``.
@@ -35,7 +36,7 @@ Aborts (``signals``). A block looks at the abort word before it stores to peers,
 set, the block stores and signals nothing more to peers, because they may still read the old data. Its sums become NaN.
 
 Memory ordering: ordinary stores, ``signal_ranks`` (release), ``wait_for_all`` (acquire), ordinary loads that bypass L1.
-CUDA graphs: see ``count_call``.
+CUDA graphs: as in ``kernels``. ``count_call`` increments ``calls``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ after an abort. Schedule ``chunked`` launches them on its streams. Schedule ``fu
 engines send a shard, or if a separate kernel ends the call.
 
 A *part* is a band of rows of one shard. Part number ``u`` is part ``u % PARTS`` of the shard that comes from, or goes
-to, the rank ``u // PARTS + 1`` steps away. Its flag is ``signal_flag(flags, source, index + u % PARTS)``. A kernel for
-parts handles the parts from number ``first`` on.
+to, the rank ``u // PARTS + 1`` steps away. Its flag is ``signal_flag(flags, source, index + u % PARTS)``: ``index`` is
+the number of the flag of a shard's first part. A kernel for parts handles the parts from number ``first`` on.
 
 Memory ordering. A signal follows its data on the same stream, or in the pushing block. Work on a stream begins when all
 earlier work on the stream is complete and visible. A release at system scope is cumulative over this work, so whoever

@@ -24,10 +24,10 @@ Memory ordering. Tiles are stored by bulk stores and ``store_fence``, or by ordi
 (barrier, release). The waiting kernel acquires the last addition, and with it all earlier ones: additions to a counter
 are one release sequence. The collective's kernel starts when the waiting kernel has ended.
 
-Aborts (``signals``). An ordinary collective sends the group's rows in any case. So after an abort, and in all later
-calls, the waiting kernel overwrites the group's rows with NaN. The collective's sum carries the NaN to every rank, even
-to one whose abort word is not set. A tile that the matmul stores later replaces the NaN, but this rank's host finds the
-abort on the board.
+Aborts (``signals``). An ordinary collective sends the group's rows even after an abort. So after an abort, and in all
+later calls, the waiting kernel overwrites the group's rows with NaN. The collective's sum carries the NaN to every
+rank, even to one whose abort word is not set. A tile that the matmul stores later replaces the NaN, but this rank's
+host finds the abort on the board.
 
 CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes.
 """

@@ -46,7 +46,7 @@ def arranged(emit: StepEmitter, nodes: SentNodes, buffer: fx.Node) -> Replaced:
 
 
 def sent_rows(emit: StepEmitter, nodes: ReceivedNodes) -> fx.Node:
-    """What is sent, contiguous, in the order of ``nodes.raw``."""
+    """What is sent, as a contiguous tensor with the layout ``nodes.raw``: one slice for each rank."""
     return emit.contiguous(emit.convert(nodes.source, nodes.source_layout, nodes.raw))
 
 

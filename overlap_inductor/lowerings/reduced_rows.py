@@ -31,11 +31,11 @@ token)``."""
 
 
 def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
-    """Whether each rank's part is rows of the matmuls' result, and the collective's input has the result's order of
-    elements.
+    """Whether each rank's part consists of whole rows of the matmuls' result, and the collective's input has the
+    result's order of elements.
 
     - All-reduce: the rows of a part must be consecutive.
-    - Reduce-scatter: columns may be cut, too, if there is no bias.
+    - Reduce-scatter: if there is no bias, a part may consist of whole columns instead.
     - All-gather: there must be one matmul.
     """
     sharded = nodes.sharded

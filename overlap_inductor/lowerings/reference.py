@@ -92,7 +92,7 @@ def matmul_all_reduce(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of each row of ``x [M, N]``, as in Llama. Normalised in fp32, rounded to the dtype of ``x``, then
-    multiplied by ``weight [N]``."""
+    """RMSNorm of each row of ``x [M, N]``, as in Llama. The row is normalised in fp32, rounded to the dtype of ``x``,
+    then multiplied by ``weight [N]``."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -15,9 +15,9 @@ from overlap_inductor.lowerings.small_message.schedule import SMALL_MESSAGE
 from overlap_inductor.lowerings.wave_groups.schedule import WAVE_GROUPS
 
 SCHEDULES: list[SiteSchedule] = []
-"""The registered schedules, in the order of their registration. A schedule may call another schedule's op for
-token counts that it does not serve itself. It takes the first schedule that is ``called_by_others`` and pays. So of the
-schedules that are ``called_by_others``, the one with the lowest host cost is registered first."""
+"""The registered schedules, in the order of their registration. For token counts that a schedule does not serve itself,
+its op may call another schedule's op. The other schedule is the first in this list that is ``called_by_others`` and
+pays. So of the schedules that are ``called_by_others``, the one with the lowest host cost is registered first."""
 
 
 def register(schedule: SiteSchedule) -> None:
@@ -38,7 +38,8 @@ def schedule_named(name: str) -> SiteSchedule:
 
 
 def define_ops() -> None:
-    """Define every op of ``overlap_inductor::``. A graph from a cache needs them, even if the pass did not run here."""
+    """Define every op of ``overlap_inductor::``. A graph from a cache needs the ops, even if this process did not run
+    the pass."""
     for name in ("overlap_inductor.lowerings.group_ops", *(m for s in SCHEDULES for m in s.ops)):
         import_module(name)
 

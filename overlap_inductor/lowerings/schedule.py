@@ -154,8 +154,8 @@ class SiteSchedule(Protocol):
         ...
 
     def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
-        """The plan if the user names the schedule: all token counts that the schedule can serve, not only those that
-        pay."""
+        """The plan if the user names the schedule. The plan serves all token counts that the schedule can serve, not
+        only those at which the schedule pays."""
         ...
 
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:

@@ -5,10 +5,10 @@ The ranks compare their plans before they exchange data. The line of an overlapp
 share::
 
     g0: all_gather bfloat16 [2048, 8192] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)
-    g0: all_reduce bfloat16 kept
+    g0: all_reduce bfloat16 kept                            # a collective that stays in the graph
 
-Further lines name the programs that divide tokens among ranks, and the groups whose kept collectives stay in the
-graph's order.
+Further lines name the program of each rewritten stretch, which divides tokens among the ranks. They also name the
+groups whose kept collectives stay in the graph's order.
 
 Symbols (``d0``) and groups (``g0``) are named in order of appearance, because their own names differ between ranks.
 """
@@ -84,7 +84,8 @@ class SiteFootprint:
         # Sizes stay symbolic here, because ``lines`` names symbols in the order of the lines.
         layouts = site.nodes.order_sent()
         self.order = _order(*layouts) if layouts is not None else []
-        # Ranks share workspace under the site's id. The tiles in it depend on the role of the sharded dim.
+        # The ranks share the site's workspace, and find it by the site's id. Which tiles the ranks exchange in this
+        # workspace depends on the role of the sharded dim.
         needs = planner.workspace([site]).get(self.group)
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
@@ -110,7 +111,7 @@ class SiteFootprint:
 def _beside(site: DecidedSite, collective: CollectiveNode) -> tuple[str, list[Any] | None]:
     """What a further collective of a site does, as ``(words before "the one before", shape or None)``:
 
-    - ``with``: it moves together with the first collective. Only here do all ranks know the shape.
+    - ``with``: it moves together with the first collective. All ranks know its shape, so the shape is named.
     - ``added to``: its result is added to the first collective's result.
     - ``returning rows of``: it returns the rows that the first collective sent.
     """
@@ -138,7 +139,8 @@ def _terms(site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
 
 def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
     """The order in which ``leaf`` holds the elements of ``sent`` (``SiteNodes.order_sent``): ``(place in sent, size)``
-    of each run in ``leaf``. A run is atoms that follow each other in both layouts. Empty if the orders are equal."""
+    of each run in ``leaf``. A run is a sequence of atoms (factors of a dim: ``layouts.Atom``) that follow each other
+    in both layouts. The list is empty if the orders are equal."""
     places = {_key(atom): i for i, atom in enumerate(sent.flat())}
     runs: list[tuple[int, list[Atom]]] = []
     newest = None

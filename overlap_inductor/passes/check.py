@@ -36,9 +36,9 @@ class Context:
     Attributes:
         refusal: why the compile can hold no overlap ops, or ``None``.
         taken: the matmuls of accepted sites, each with its site's id.
-        needed: nodes that must come before the steps of accepted sites, each with the earliest anchor
-            (``Placement.anchor``) that needs it.
-        sunk: nodes of accepted sites that the rewrite will move down, each with the anchor to which it moves.
+        needed: nodes that must come before the steps of accepted sites. The value is the earliest anchor of the sites
+            that need the node. An anchor is the node before which a site's steps are written (``Placement.anchor``).
+        sunk: nodes of accepted sites that the rewrite will move down. The value is the anchor to which the node moves.
     """
 
     config: OverlapConfig

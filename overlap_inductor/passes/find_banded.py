@@ -137,9 +137,10 @@ def _viewed(node: fx.Node, layout: Layout) -> Layout:
 
 
 def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple[Atom, list[Atom]]:
-    """``(the atom that counts the receiving ranks, the atoms of a slice in order)``. Raises ``LayoutError`` if no
-    single atom counts these ranks. If the all-to-all's input is a flattened view of a tensor ``[R, ...]``, the atoms
-    are read from that tensor. (A reshape cannot split a flattened dim of symbolic size.)"""
+    """``(the atom that counts the receiving ranks, the atoms of a slice in order)``. An atom is a dim, or a factor of a
+    dim (``layouts.Atom``). Raises ``LayoutError`` if no single atom counts these ranks. If the all-to-all's input is a
+    flattened view of a tensor ``[R, ...]``, the atoms are read from that tensor. (A reshape cannot split a flattened
+    dim of symbolic size.)"""
     source, ranks = collective.input, collective.world_size
     while _is_view(source) and tools.permutation(source) is None and tools.shape(source)[:1] != [ranks]:
         source = source.args[0]

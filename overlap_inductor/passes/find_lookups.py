@@ -224,7 +224,7 @@ def _through(view: fx.Node, layout: Layout) -> Layout:
 
 def _split(layout: Layout, dim: int, count: int, shape: list[Size]) -> tuple[Layout, Layout]:
     """``(layout of the tables, layout of one table)`` of a tensor that holds ``count`` tables along ``dim``. Raises
-    ``LayoutError`` if ``layout`` cannot be reshaped so, or if the rank atom lies in the dim of the tables."""
+    ``LayoutError`` if the tables cannot be made a dim of ``layout``, or if this dim is cut between the ranks."""
     whole = layout.reshape([*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]])
     if any(atom.rank for atom in whole.dims[dim]):
         raise LayoutError("the results of the tables are cut between ranks before they are joined")
@@ -232,9 +232,13 @@ def _split(layout: Layout, dim: int, count: int, shape: list[Size]) -> tuple[Lay
 
 
 def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
-    """``layout`` with each atom in a dim of its own, the rank atom in front. Raises ``LayoutError`` if the rank atom
-    was not first and ``moves`` is false. Also raises it if the batch is not known to be a multiple of the number of
-    ranks."""
+    """``layout`` with each atom in a dim of its own, the rank atom in front. An atom is a dim, or a factor of a dim
+    (``layouts.Atom``). The rank atom counts the ranks.
+
+    Raises:
+        LayoutError: the rank atom is not first in ``layout`` and ``moves`` is false, or the batch is not known to be a
+            multiple of the number of ranks.
+    """
     atoms = layout.flat()
     rank = next(atom for atom in atoms if atom.rank)
     if atoms[0] is not rank and not moves:
@@ -260,7 +264,7 @@ def _slices(base: fx.Node) -> tuple[int, Size, dict[fx.Node, Size]] | None:
 
 def _selected(base: fx.Node) -> Iterator[tuple[fx.Node, int, Size, Size]]:
     """``(slice, dim, start, length)`` for each reader of ``base``. Each part of a split of ``base`` counts as a reader.
-    The dim is -1 for a reader that is no slice, or a slice with steps."""
+    The dim is -1 for a reader that is no slice, and for a slice with steps."""
     for user in base.users:
         if user.target is aten.select.int:
             dim, index = (int(operators.argument(user, name)) for name in ("dim", "index"))

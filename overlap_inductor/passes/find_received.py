@@ -48,8 +48,8 @@ def _found(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
     sent, given = layouts_of(collective)
     if is_uneven(collective):
         return _uneven(collective, given)
-    # ``behind_views`` may split atoms that ``sent`` and ``given`` share. So it runs before the consumers' layouts are
-    # made.
+    # ``sent`` and ``given`` share atoms (factors of a dim: ``layouts.Atom``), which ``behind_views`` may split. So it
+    # runs before the consumers' layouts are made.
     source, layout = behind_views(collective.input, sent)
     follower = Follower(collective, given)
     follower.run()

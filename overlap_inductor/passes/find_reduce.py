@@ -320,7 +320,8 @@ def _site(
 
 
 def reads_a_result(tracer: Tracer) -> Reason | None:
-    """The obstacle if a plain tensor is computed from a leaf, or ``None``. The leaf is then needed whole."""
+    """The obstacle if a plain tensor is computed from a leaf, or ``None``. Such a plain tensor needs the leaf's whole
+    result."""
     for leaf in tracer.leaves:
         known: dict[fx.Node, bool] = {}
         forks = any(u not in tracer.region for u in leaf.node.users)
@@ -432,7 +433,8 @@ def _check_externals(tracer: Tracer, layout: Layout) -> None:
 
 
 def _same_columns(layout: Layout, leaf: Layout) -> bool:
-    """Whether the last dims of both layouts consist of the same atoms, apart from atoms of size 1."""
+    """Whether the last dims of both layouts consist of the same atoms (factors of a dim: ``layouts.Atom``), apart from
+    atoms of size 1."""
 
     def columns(one: Layout) -> list[int]:
         return [id(a) for a in one.refined().dims[-1] if a.rank or not (isinstance(a.size, int) and a.size == 1)]

@@ -43,7 +43,8 @@ STEPS = 16
 
 
 class _RegionTracer(Tracer):
-    """Also follows a sum or a ``cat`` that is computed from a matmul.
+    """Also follows a sum or a ``cat`` that is computed from a matmul. (An atom is a dim, or a factor of a dim:
+    ``layouts.Atom``.)
 
     Attributes:
         reduced: for each sum, the atoms of the summed dims.
@@ -188,7 +189,7 @@ def find(
 
 
 class _Dims:
-    """The matmuls' dims in atoms.
+    """The atoms of which each dim of the matmuls consists.
 
     Attributes:
         of: the dim of each atom, by ``_key``.

@@ -99,7 +99,8 @@ class Follower:
         self.known: dict[fx.Node, bool] = {}
         self.consumers: list[GatherConsumer] = []
         self.row_wise: dict[fx.Node, list[Atom]] = {}
-        """For each row-wise node that is not element-wise, the atoms of the dims that the node needs whole."""
+        """For each row-wise node that is not element-wise, the atoms (``layouts.Atom``) that make up the dims which the
+        node needs whole."""
 
     def run(self) -> None:
         tools.walk([self.collective.wait], self._goes_on)

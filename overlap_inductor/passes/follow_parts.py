@@ -38,7 +38,8 @@ class Part:
     """What a node holds.
 
     Attributes:
-        layout: the node's dims in atoms of the gathered tensor. A cut replaces an atom by the part that is left.
+        layout: the atoms of each dim of the node. An atom is a dim, or a factor of a dim (``layouts.Atom``). These
+            atoms are those of the gathered tensor, except that a cut replaces an atom by the part that is left.
         cuts: the cuts of each rank's shard, in order.
         rank: the rank whose elements the node holds, or ``None`` for all ranks.
     """

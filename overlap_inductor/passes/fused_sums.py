@@ -45,8 +45,8 @@ def take_apart(graph: fx.Graph) -> None:
 
 
 def unfold(nodes: Iterable[fx.Node]) -> bool:
-    """Replace each ``addmm`` in ``nodes`` whose bias is a matmul or a sum of matmuls (``matmuls.folded``) by ``mm`` and
-    ``add``. An ``addmm`` with ``alpha`` or ``beta`` stays. Returns whether any was replaced."""
+    """If the bias of an ``addmm`` in ``nodes`` is a matmul or a sum of matmuls (``matmuls.folded``), replace the
+    ``addmm`` by ``mm`` and ``add``. An ``addmm`` with ``alpha`` or ``beta`` stays. Returns whether any was replaced."""
     found = sorted(
         n for n in nodes if (matmul := matmuls.parse(n)) is not None and matmuls.folded(matmul) and not n.kwargs
     )

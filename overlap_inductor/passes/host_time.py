@@ -56,8 +56,8 @@ class _Launched:
 
 
 def limits(found: SiteFinder, config: OverlapConfig) -> dict[fx.Node, Reason]:
-    """``{node of a collective: why its site is left as written with schedule=auto}``, for each collective of a forward
-    or backward that the host limits."""
+    """``{node of a collective: why its site is left as written with schedule=auto}``. If the host limits the forward,
+    all collectives of the forward are in the result; likewise for the backward."""
     if captured_by_inductor():
         return {}
     multiplied = [n for n in found.graph.nodes if flops.is_counted(n)]

@@ -180,8 +180,8 @@ def _notices(outcome: _Outcome, failed: list[Failure]) -> list[str]:
 
 
 def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten | None) -> dict[str, Any]:
-    """The report's fields about what the ranks compare. A rank that overlaps nothing has a plan too: others may
-    overlap."""
+    """The report's fields about what the ranks compare. A rank that overlaps nothing has a plan too, because other
+    ranks may overlap sites."""
     if rewritten is None:
         plan, groups = exchange_steps.plan_of(graph, config, {}, {})
         rewritten = _Rewritten(plan, list(groups), [], {})

@@ -89,7 +89,8 @@ class Example:
     """The pattern as a model writes it: a linear layer next to a collective.
 
     Attributes:
-        first: whether the collective comes before the matmul and moves its left operand. Else it moves the result.
+        first: whether the collective comes before the matmul and moves its left operand. If false, it comes after the
+            matmul and moves the result.
         shards_tokens: whether each rank holds only its shard of the tokens: before the layer if ``first``, else after.
         column_parallel: whether the ranks split the layer's columns (N) or, if false, its contracted dim (K).
         traced: ``(tensor [rows, ...], group) -> result`` with functional collectives.

@@ -125,8 +125,9 @@ def _found(graph: fx.Graph) -> RowFinder:
 
 def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: OverlapConfig) -> bool:
     """Whether the stretch may be rewritten for the numbers of tokens that this graph serves. A symbolic number must be
-    a multiple of the number of ranks. If this is not known, a guard decides it by the example. If the rewrite cannot
-    pay at the example's number, ``auto`` guards an upper limit instead. Numbers that fail a guard get other graphs."""
+    a multiple of the number of ranks. If this is not known, a guard is added, and the number at compile time decides.
+    If the rewrite cannot pay at that number, ``auto`` keeps the stretch, and guards only an upper limit of the
+    number. Numbers that fail a guard get other graphs."""
     tokens = stretch.tokens
     if isinstance(tokens.count, int) or tokens.even:
         return True

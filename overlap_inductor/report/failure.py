@@ -54,7 +54,8 @@ class Failure:
 
 
 def _below_import_path(path: str) -> str:
-    """``path`` as in ``Failure.traceback``. It is unchanged if no folder contains it."""
+    """``path`` in the form that ``Failure.traceback`` describes. If none of the folders named there contains ``path``,
+    returns ``path`` unchanged."""
     ours = str(Path(__file__).parents[2])
     roots = sorted((root for root in {ours, *sys.path} if root), key=len, reverse=True)
     for root in roots:

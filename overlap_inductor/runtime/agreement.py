@@ -12,10 +12,11 @@ comparison. Each rank counts its calls of graphs that hold a collective of the g
               else  -> run the plain program at this call. If all ranks made the call, but never agreed on the plan,
                        run the plain program at all later calls, too
 
-A round passes a rejection on to the other groups of a rank. A graph with one group has one round. When a graph with
-several groups publishes its plan, it has one round more than groups. If a rank is late, some ranks still read its
-value, and others have stopped waiting, so their first verdicts differ. So all ranks that the groups connect reach one
-result. A rank whose plan was rejected at an earlier call publishes a refusal, so no rank waits for its verdicts.
+A round passes a rejection on to the other groups of a rank. Two ranks' first verdicts may differ: if a third rank is
+late, one of them still reads its value, and the other has stopped waiting. After the last round, all ranks that the
+groups connect have one result. A plan with one group needs at most one round. A plan with several groups needs one
+round more than it has groups. A rank whose plan was rejected at an earlier call publishes a refusal, so no rank waits
+for its verdicts.
 
 A rank that reaches Dynamo's recompile limit makes no call where the others make one. So ranks publish the place of each
 call in the sequence of the group's collectives (``call_place``). While a rank is inside a collective that no graph
@@ -89,8 +90,8 @@ class Comparison:
         self.withdrawn = False
         """True if this rank runs the plain program without comparing. All ranks of the groups set it together."""
         self.settled: list[tuple[GroupState, str, int]] | None = None
-        """For each group: its state, the constant part of its values, and the number of the plan's collectives in it.
-        ``None`` if ``call`` must decide about the next call."""
+        """For each group: its state, the constant part of what this rank publishes at each call, and the number of the
+        plan's collectives in the group. ``None`` if ``call`` must decide about the next call."""
         self.tied = False
         """True if a settled plan is compared at every call. Such a plan has one group."""
         self._states: list[GroupState] = []
@@ -248,8 +249,8 @@ _parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
 
 
 def require(group: dist.ProcessGroup, text: str) -> None:
-    """Raise unless the ranks agree upon the plan. If the graph does not run in Inductor's own callable, the plan is
-    compared here.
+    """Raise unless the ranks agree upon the plan. If they have not agreed upon it yet, compare the plan here. This
+    happens if the graph does not run in Inductor's own callable.
 
     Args:
         text: an ``ExchangePlan`` as JSON.

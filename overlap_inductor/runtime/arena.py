@@ -55,7 +55,7 @@ class Request:
 
     Attributes:
         nbytes: number of bytes that peers write.
-        signals: signals that each peer sends in a call.
+        signals: number of signals that each peer sends in a call.
         protocol: ``CREDITS`` or ``HALVES``.
     """
 
@@ -76,7 +76,7 @@ class Slot:
             allocation, because the ranks must agree on each allocation.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
         queues: int32 on the device: words in which the blocks of a kernel count work. First come ``QUEUE_WORDS`` words,
-            then one word per rank and signal. All words but ``ANNOUNCED`` are zero between calls.
+            then one word per rank and signal. All but word ``layout.ANNOUNCED`` are zero between calls.
         tiles: int32 on the device: words with which blocks signal finished tiles to each other, one for each
             ``TILE_BYTES`` of ``nbytes``. All are zero between calls.
     """

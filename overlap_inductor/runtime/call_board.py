@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that the ranks of a group publish for each call, and the wait for the other ranks' values.
 
-A rank's *value* of a call names the rank's plan (``constant``) and the place of the call (``call_place``). Values and
-verdicts of rounds go through one of two media: the group's store (``CallStore``), or memory that all ranks map
-(``call_page.CallPage``). Reasons of verdicts are always in the store.
+A rank's *value* of a call names the rank's plan (``constant``) and the place of the call (``call_place``). Ranks also
+exchange verdicts, in rounds (``agreement``). Values and verdicts go through one of two media: the group's store
+(``CallStore``), or memory that all ranks map (``call_page.CallPage``). Reasons of verdicts are always in the store.
 
 Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store::
 
@@ -59,7 +59,7 @@ _LONGEST_PAUSE = 0.25
 _SHORT = 2e-3
 """Seconds. If pauses are longer, a rank also looks at every other rank's key and at key ``apart``."""
 _LOOKS = 20
-"""Number of reads of a page in a row before a rank yields its time slice."""
+"""How often a waiting rank reads a page before it first yields its time slice."""
 _SPIN = 2e-4
 """Seconds for which a rank that waits on a page only yields its time slices. After that it sleeps between reads."""
 _SOON = 2e-2
@@ -84,7 +84,7 @@ def timeout(group: dist.ProcessGroup) -> float:
 
 def constant(state: GroupState, plan: ExchangePlan) -> str:
     """The part that the values of all calls of ``plan`` share. It holds the plan's digest, which of the plan's groups
-    this group is, and how many collectives it has in the plan."""
+    this group is, and how many of the plan's collectives are in this group."""
     alias, count = plan.alias(state.group.group_name), plan.count_in(state.group.group_name)
     text = f"{plan.digest}:{alias}:{count}"
     if len(text) <= MOST_CHARACTERS - _COUNTS_CHARACTERS:

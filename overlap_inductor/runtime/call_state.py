@@ -33,7 +33,7 @@ class GroupState:
     Attributes:
         incarnation: see ``group_state.Owner``.
         calls: this rank's number for the newest call of a graph that holds a collective of the group. A number that
-            ``call_board.skip`` skips counts too. ``share_page`` may set it to the place.
+            ``call_board.skip`` skips counts too. ``share_page`` may set ``calls`` to ``place``.
         passed: number of the group's collectives in the graphs of all calls before the newest one.
         outside: number of the group's collectives that the backend counted between calls.
         between: whether the backend counted a collective between the newest call and the call before it.
@@ -109,8 +109,8 @@ class GroupState:
         """The newest call's name in the store: its number or its place.
 
         Without a page, ranks of a GPU group publish only some calls. A rank that ran an unpublished call uncompiled
-        does not notice the call, and so does not skip its number. So numbers may differ between ranks. Without a page,
-        the place is used if it is exact.
+        does not notice the call, and so does not skip its number. So numbers may differ between ranks. For this
+        reason, the label of a call without a page is the place, if ``exact`` is true.
         """
         return f"at{self.place}" if self.exact and self.page is None else str(self.calls)
 

@@ -3,9 +3,10 @@
 ``FaultRecord`` can also stop every waiting kernel of the group.
 
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
-(``runtime.board``). It also sets the abort words of all ranks that share the board. A host copies the words on a stream
-of their own, so the copies never queue behind a kernel that waits. If a host cannot copy, the peers' watchdogs read the
-board and stop the waits on their own GPUs (``stop_waits``).
+(``runtime.board``). It also sets the abort words of all ranks that share the board: words in GPU memory that end the
+waits of kernels. A host sets these words by copies on a stream of their own, so the copies never queue behind a kernel
+that waits. If a host cannot copy, the peers' watchdogs read the board and stop the waits on their own GPUs
+(``stop_waits``).
 
 The next call on every rank that shares the board raises an error. The error names the first wait that timed out, or
 another rank that aborted the group.

@@ -191,7 +191,7 @@ class GroupWorkspace:
 
     def _why_no_room(self, missing: int, limit: int) -> NotOnAllRanks | None:
         """Why the group has no room for ``missing`` more bytes, or ``None``. All ranks decide together, because their
-        limits may differ. Otherwise a kernel could wait for peers that run the plain collective."""
+        limits may differ. If each rank decided alone, a kernel could wait for peers that run the plain collective."""
         if not missing:
             return None
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the reason why a collective leads to no site, if the finders gave none.
 
-The search for a matmul follows paths of at most ``STEPS`` nodes. For a gather or an all-to-all, it first covers the
-nodes after the collective. If it finds no matmul there, and for any other collective, it covers the nodes before the
-collective. Of the matmuls found, the reason names a grouped one, else the nearest one. It also names the first of these
-obstacles:
+The search for a matmul follows paths of at most ``STEPS`` nodes. For a gather or an all-to-all, it covers the nodes
+after the collective. If it finds no matmul there, it then covers the nodes before the collective. For any other
+collective, it covers only the nodes before the collective. Of the matmuls found, the reason names a grouped one, else
+the nearest one. It also names the first of these obstacles:
 
 1. The matmul's kind cannot be cut: grouped, a product with a vector, or unknown to ``matmuls.parse``.
 2. An op between matmul and collective is not pointwise and does more than move elements.

@@ -32,8 +32,8 @@ from overlap_inductor.torch_compat import operators
 
 
 def find_epilogue(collective: CollectiveNode, consumers: list[GatherConsumer]) -> Epilogue:
-    """The largest epilogue after those of ``consumers`` that are cut by rows like the first one; empty if there is
-    none."""
+    """The largest epilogue after the matmuls in ``consumers`` that are cut by rows. A matmul that is not cut like the
+    first of them is left out. The epilogue is empty if no node can be in it."""
     first = next((c for c in consumers if c.role == "M" and c.matmul.kind in ("mm", "addmm")), None)
     if first is None:
         return Epilogue()

@@ -120,7 +120,7 @@ def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
 def depends_on(node: fx.Node, target: fx.Node, known: dict[fx.Node, bool]) -> bool:
     """Whether ``node`` is ``target`` or is computed from it. ``known`` caches answers for one ``target``.
 
-    Iterative, because graphs are deep.
+    The search is a loop and not a recursion, because graphs are deep.
     """
     stack = [node]
     while stack:

@@ -37,7 +37,7 @@ class MatmulNode:
 
     @property
     def inner(self) -> list[fx.Node]:
-        """The other nodes that the matmul consists of (``sites.grouped``)."""
+        """Empty: the matmul consists of ``node`` alone. A subclass may return further nodes (``sites.grouped``)."""
         return []
 
     @property

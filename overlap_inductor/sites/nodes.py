@@ -84,7 +84,7 @@ class SiteNodes(ABC):
 
     @property
     def moved(self) -> list[CollectiveNode]:
-        """The first collective, and those whose tensors move together with its tensor."""
+        """The first collective. A subclass may add collectives whose tensors move together with its tensor."""
         return self.collectives[:1]
 
     @property
@@ -174,8 +174,8 @@ class SiteNodes(ABC):
         texts, so they hold no node names."""
 
     def uneven_rows(self) -> list[Size]:
-        """The numbers of rows that this rank sends and receives, if ranks' parts may differ; else empty. They may be
-        known only at run time."""
+        """Empty: the ranks' parts are equal. If the parts may differ, a subclass returns the numbers of rows that this
+        rank sends and receives. These numbers may be known only at run time."""
         return []
 
     def place(self) -> Placement | None:

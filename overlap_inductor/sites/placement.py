@@ -49,7 +49,7 @@ def movable(node: fx.Node) -> bool:
 
 
 def needed_behind(operands: list[fx.Node], anchor: fx.Node) -> list[fx.Node]:
-    """``operands`` and the nodes from which they are computed, from ``anchor`` on, in graph order."""
+    """``operands`` and the nodes that compute them, in graph order. Nodes before ``anchor`` are left out."""
     wanted: set[fx.Node] = set()
     pending = list(operands)
     while pending:

@@ -34,7 +34,7 @@ class StepEmitter:
         values: evaluates the nodes, for all sites of a graph.
         emitted: the communicating overlap ops written so far.
         order: ``{node: nodes that must run before it, although it does not read their results}``.
-        transport: the transport's name as a last argument; ``()``: the schedule's default.
+        transport: last arguments of an op that takes a transport: ``(name,)``, or ``()`` for the schedule's default.
     """
 
     graph: fx.Graph
@@ -89,7 +89,7 @@ class StepEmitter:
         return self.call(overlap.narrow.default, x, dim, start, length)
 
     def window(self, x: fx.Node, dim: int, start: Size, length: Size) -> fx.Node:
-        """Like ``narrow``. Kernels that read windows of one tensor, and differ in nothing else, are compiled once."""
+        """Like ``narrow``. Kernels that differ only in the windows that they read of a tensor are compiled once."""
         if same_size(length, tools.shape(x)[dim]):
             return x
         return self.call(overlap.window.default, x, dim, start, length)
@@ -98,8 +98,8 @@ class StepEmitter:
         return self.call(overlap.take.default, x, dim, shift, chunk, start, length, self.group_name)
 
     def take_sharded(self, x: fx.Node, dim: int, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
-        """The rows of ``x`` along ``dim`` (layout ``sharded``) that belong to ``block`` of rank ``r + shift``. The
-        shards in ``x`` must be full."""
+        """The rows of ``x`` along ``dim`` (layout ``sharded``) that belong to ``block`` of rank ``r + shift``,
+        where ``r`` is this rank. No shard in ``x`` may lack rows (``whole_chunks``)."""
         if isinstance(sharded.outer, int) and sharded.outer == 1:
             return self.take(x, dim, shift, sharded.chunk, block.start, block.length)
         shape = tools.shape(x)
@@ -129,7 +129,8 @@ class StepEmitter:
 
     def without_padding(self, x: fx.Node, sharded: ShardedDim, shift: int, block: Block) -> fx.Node:
         """``x`` with its padding rows set to zero, so that they add nothing to a sum over rows. A rank may have sent
-        any values in them. Along dim ``sharded.dim``, ``x`` holds ``block`` of rank ``r + shift``."""
+        any values in them. Along dim ``sharded.dim``, ``x`` holds ``block`` of rank ``r + shift``, where ``r``
+        is this rank."""
         if not sharded.short:
             return x
         dim, shape = sharded.dim, tools.shape(x)
@@ -139,8 +140,9 @@ class StepEmitter:
         return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
-        """``x`` brought from layout ``source`` into layout ``target``, which has the same atoms in any order. The
-        result is a view if possible. ``sizes`` gives other sizes to some atoms, by ``id(atom)``."""
+        """``x`` brought from layout ``source`` into layout ``target``. Both layouts have the same atoms (runs of
+        indices), perhaps in another order. The result is a view if possible. ``sizes`` gives other sizes to some atoms,
+        by ``id(atom)``."""
         source, target = source.refined(), target.refined()
         if source.same_elements(target):
             return self.reshape(x, target.shape(sizes))

@@ -14,8 +14,8 @@ Rules:
   row, a column, one element or of the result's shape.
 - No extra is the result of another collective. Otherwise nodes of the tail could be part of a norm that the other
   collective's site computes.
-- The end must be needed in memory. If it is not, Inductor fuses the pointwise chain at no cost. The end is needed in
-  memory in these cases:
+- The end must be needed in memory. If the end is not needed there, a tail gains nothing, because Inductor fuses the
+  pointwise nodes into their readers. The end is needed in memory in these cases:
 
   - A matmul, a collective, an overlap op or the graph's caller reads the end, directly or through views.
   - A reader of the end depends on a matmul, collective or overlap op that is computed from the end. An example is a
@@ -85,8 +85,8 @@ def find_tail(
 
     Args:
         collective: the site's collective. All extras must come before it in the graph.
-        planned: text of the planned epilogue. If given, only a tail with this epilogue is returned. Other sites'
-            rewrites may have made a longer tail possible.
+        planned: text of the planned epilogue. If given, only a tail with this epilogue is returned. After the
+            planning, rewrites of other sites may have made a longer tail possible.
     """
     if tools.dtype(result) not in (torch.float16, torch.bfloat16) or any(
         not isinstance(s, int) for s in tools.shape(result)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``UnevenSentNodes``, ``UnevenReceivedNodes``: an all-to-all next to matmuls, if ranks' parts may differ in rows.
+"""``UnevenSentNodes``, ``UnevenReceivedNodes``: an all-to-all after or before matmuls. Its parts may have different
+numbers of rows.
 
 The parts are rows of the matmuls' result or operand, in the collective's own order. A part's number of rows may be
 known only at run time. Ranks do not compare these numbers: the program must give sender and receiver the same number.
@@ -59,8 +60,8 @@ class UnevenReceivedNodes(GatherNodes):
         return _rows(self.collective)
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """Like ``GatherNodes.matmul_sizes``, with ``tokens`` for the number of rows that arrive. All sizes may differ
-        between ranks."""
+        """Like ``GatherNodes.matmul_sizes``, with ``tokens`` in place of the number of rows that arrive. All sizes
+        may differ between ranks."""
         found = []
         for consumer, sizes in zip(self.consumers, super().matmul_sizes(), strict=True):
             sized = {"M": sizes.m, "N": sizes.n, "K": sizes.k} | {consumer.role: self.tokens}

@@ -32,8 +32,8 @@ def overlap_inductor(
 
     Args:
         mode: Inductor's mode, as ``torch.compile`` takes it (``max-autotune``, ...).
-        options: fields of ``OverlapConfig`` and options of Inductor. Other fields keep the values of the switches in
-            force.
+        options: fields of ``OverlapConfig`` and options of Inductor. For a field that is not given, the switches in
+            force hold.
 
     Raises:
         ConfigError: an option is neither a field nor an option of Inductor. Also raised if a field, or a variable of

@@ -49,7 +49,8 @@ def explain(fn: Callable[..., Any], *args: Any, config: OverlapConfig | None = N
     """Trace ``fn(*args, **kwargs)``, and its backward if something requires a gradient, and report on every graph.
 
     Compiled regions compute nothing and return zeros. Code between them (after a graph break) runs on these zeros. No
-    report is counted, logged or written. What Dynamo has compiled is dropped.
+    report is counted, logged or written. All code that Dynamo has compiled in this process is dropped
+    (``torch.compiler.reset()``).
 
     Args:
         config: the switches. By default, the switches in force, or the environment's. Mode ``off`` counts as

@@ -197,8 +197,8 @@ def _apply() -> None:
 
 
 def _wanted(everywhere: bool = False) -> bool:
-    """Whether the slots should hold the passes on this thread. ``everywhere``: on threads without an ``overlap()`` of
-    their own. Does not read the environment."""
+    """Whether the slots should hold the passes on this thread. If ``everywhere``, the answer is for threads
+    without an ``overlap()`` of their own. Does not read the environment."""
     stack = () if everywhere else _stack.get()
     if stack:
         return stack[-1][1].mode != "off"

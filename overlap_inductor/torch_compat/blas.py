@@ -23,8 +23,8 @@ _GETTERS = tuple(
 def switches() -> tuple[object, ...]:
     """The current values of the settings that ``_GETTERS`` read, for example ``preferred_blas_library()``.
 
-    A program may change these process-wide settings between two calls. So a call is replayed as a CUDA graph only if
-    the settings are those of the captured call (``runtime.replay``). The public functions are slower, and this function
-    runs at every call.
+    A program may change these process-wide settings between two calls of an op. So a call is replayed as a CUDA graph
+    only if the settings are those of the captured call (``runtime.replay``). The getters of ``_GETTERS`` are used,
+    because torch's public functions are slower and this function runs at every call.
     """
     return tuple(getter() for getter in _GETTERS)

@@ -10,7 +10,7 @@ from torch._ops import OpOverloadPacket
 from torch.distributed import distributed_c10d
 
 _FRAMES = 4
-"""Number of innermost frames to look at. A call of an op adds at most this many."""
+"""Number of innermost frames to look at. A call of an op adds at most this many frames to the stack."""
 _CALLS = {OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__}
 _NOT_OF_ALL_RANKS = {"monitored_barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
@@ -18,7 +18,7 @@ _NOT_OF_ALL_RANKS = {"monitored_barrier", "send", "recv", "isend", "irecv", "bat
 def in_collective(thread: int) -> bool:
     """Whether the thread ``thread`` (``threading.get_ident``) is inside a collective: an op of a ``c10d`` namespace, or
     a function of ``distributed_c10d``. Functions that send or receive, and ``monitored_barrier``, are no collectives
-    here, because gloo's count of them differs between ranks."""
+    here. Gloo counts what they send and receive, too, so gloo's count may differ between ranks."""
     frame = sys._current_frames().get(thread)
     for _ in range(_FRAMES):
         if frame is None:

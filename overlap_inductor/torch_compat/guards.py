@@ -60,5 +60,6 @@ def same_without_floors(a: Any, b: Any) -> bool:
 
 
 def decide(condition: Any) -> bool:
-    """Decide ``condition``, a bool or ``SymBool``, by the example's sizes. A ``SymBool``'s answer becomes a guard."""
+    """Decide ``condition``, a bool or ``SymBool``, by the sizes of the first call. A ``SymBool``'s answer
+    becomes a guard."""
     return bool(condition)

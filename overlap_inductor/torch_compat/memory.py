@@ -14,7 +14,8 @@ _current_gpu: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 def rows_like(tensor: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialized contiguous tensor ``[rows, columns]`` of ``dtype`` on the device of ``tensor``. On the current
-    GPU, it stays unfilled even under deterministic algorithms: the op writes every element."""
+    GPU, torch does not fill it even under deterministic algorithms. This is safe, because the op writes every
+    element."""
     if tensor.is_cuda and tensor.get_device() == _current_gpu():
         return _on_gpu((rows, columns), (columns, 1), dtype)
     return tensor.new_empty(rows, columns, dtype=dtype)

@@ -28,7 +28,7 @@ def qualified_name(node: fx.Node) -> tuple[str, str]:
 
 
 def full_name(node: fx.Node) -> str:
-    """``aten.mm.default``; empty if ``node`` calls no operator."""
+    """Namespace, name and overload, for example ``aten.mm.default``. Empty if ``node`` calls no operator."""
     op = operator(node)
     return ".".join((*qualified_name(node), op._overloadname)) if op is not None else ""
 

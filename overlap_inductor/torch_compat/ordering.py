@@ -91,7 +91,7 @@ def _each_access(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, int]], obj
 
 
 def preserve_order(graph: fx.Graph, edges: dict[fx.Node, set[fx.Node]]) -> None:
-    """Make Inductor schedule every key of ``edges`` after its values, without copies.
+    """Make Inductor schedule every key of ``edges`` after its values. No tensor is copied for this.
 
     Call this last in a pass: ``control_deps`` hides the targets of the keys from pattern matching.
     """

@@ -53,8 +53,8 @@ class StepValues:
         return value
 
     def keep(self, node: fx.Node) -> None:
-        """Call this after an argument of ``node`` was replaced. Marks ``node`` as up to date if a new evaluation has
-        the same sizes, strides, offset, dtype and device.
+        """Call this after an argument of ``node`` was replaced. Marks ``node`` as up to date if a new evaluation
+        gives the sizes, strides, offset, dtype and device of the old value.
 
         A view gets the new value, because it shares memory with its argument. Views of this view get new values, too.
         If one of these views cannot be evaluated here, all are left to Inductor.
@@ -103,7 +103,7 @@ class StepValues:
 
 
 def evaluated(node: fx.Node) -> Any:
-    """``computed`` for ``node`` and the values of its arguments. Does not mark the node."""
+    """The result of ``node`` for the values of its arguments, without a new guard. Does not mark the node."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return computed(node.target, *args, **kwargs)
 

@@ -63,8 +63,8 @@ def allocate(
         NotOnAllRanks: a rank could not allocate or map (raised by ``runtime.all_or_none``). ``each_alone`` lets torch's
             own error through.
     """
-    # CUDA graph trees claim the memory that the thread of a graph's first run allocates. The rendezvous allocates a
-    # little memory and keeps it, so another thread runs it.
+    # During a graph's first run, CUDA graph trees claim all memory that the running thread allocates. The rendezvous
+    # allocates a little memory and keeps it, so another thread runs the rendezvous.
     with ThreadPoolExecutor(1, "overlap_inductor allocates") as thread:
         return thread.submit(_allocate, elements, dtype, device, group, together).result()
 
@@ -187,8 +187,8 @@ def _reach(here: int, local: int) -> Reach:
 
 
 def why_no_kernels(device: torch.device) -> str | None:
-    """Why this package's kernels cannot run on the GPU, or ``None``. After CUDA is initialized, the same on all ranks
-    with this kind of GPU."""
+    """Why this package's kernels cannot run on the GPU, or ``None``. After CUDA is initialized, the answer is
+    the same on all ranks with this kind of GPU."""
     facts = reach()
     if not on_gpu(device):
         return f"it needs NVIDIA GPUs; the tensors are on {device.type}"
@@ -204,8 +204,8 @@ def _machines(ranks: tuple[int, ...], local_ranks: int) -> int:
 
 
 def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str | None:
-    """Why kernels of these global ranks cannot reach peers' memory, or ``None``. The same on all ranks if their GPUs
-    are alike and equally linked."""
+    """Why kernels of these global ranks cannot reach peers' memory, or ``None``. The answer is the same on all ranks
+    if their GPUs are alike and equally linked."""
     reason = why_no_kernels(device)
     facts = reach()
     if not on_gpu(device):

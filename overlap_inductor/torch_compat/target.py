@@ -31,5 +31,6 @@ def target() -> Box | None:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether plans treat a tensor on ``device`` as a GPU tensor. Always, while plans are made for another machine."""
+    """Whether plans treat a tensor on ``device`` as a GPU tensor. Always true while plans are made for another
+    machine."""
     return device.type == "cuda" or target() is not None

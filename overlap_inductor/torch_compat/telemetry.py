@@ -67,8 +67,8 @@ def global_rank() -> int:
 
 
 def in_range(name: str, site_at: int, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``implementation`` of op ``name`` in a profiler range whose name holds the site's id, as the report does.
-    ``site_at``: index of the site's id among the op's arguments."""
+    """Wrap ``implementation`` of op ``name`` in a profiler range. The range's name contains the site's id, by which
+    the report also names the site. ``site_at``: index of the site's id among the op's arguments."""
 
     import torch
 

@@ -112,7 +112,8 @@ class PreparedKernel:
 
 
 def _with_scratch(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """``run`` with an allocator for the kernel's memory. The caller's allocator stays."""
+    """``run`` with an allocator for the memory in which the kernel makes tensor maps. After a launch, the caller's
+    allocator is in force again."""
     import contextvars
 
     def launch(*arguments: Any) -> None:
@@ -145,7 +146,7 @@ class _Direct:
     Args:
         arguments: examples of all arguments, in the kernel's order.
         places: indices of the varying arguments, in a launch's order.
-        documented: launches in the documented way.
+        documented: the function that launches the kernel in the documented way (see the module's docstring).
     """
 
     def __init__(

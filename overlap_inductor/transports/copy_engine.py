@@ -35,9 +35,9 @@ still run. These copies do no harm:
 
 Steps 1 and 2 run in kernels. So they also run when a CUDA graph is replayed.
 
-What is sent may also depend on waits after the wait for credits (``guarded``). Then ``announce`` writes the word again
-after these waits. If the group has been aborted by then, for example because one of these waits timed out, ``announce``
-writes a number for which no rank waits.
+What is sent may also depend on waits after the wait for credits (``guarded``). Then ``announce`` writes the word
+with the call's number again after these waits. If the group has been aborted by then, for example because one of these
+waits timed out, ``announce`` writes a number for which no rank waits.
 
 Turns. While the ranks are in step, no two of them send to the same rank. If two ranks do, each gets half a link. So a
 late rank becomes later and disturbs the next rank, too. In the end, each rank sends as if it chose its receivers at
@@ -75,8 +75,8 @@ if TYPE_CHECKING:
     from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 
 QUEUES_FOR_TURNS = 3
-"""Hardware queues for copies, for waits for turns, and for waits for peers. In a shared queue, a kernel that waits
-could block later work of another stream."""
+"""Copies, waits for turns, and waits for peers each need a hardware queue of their own. In a shared queue, a kernel
+that waits could block later work of another stream."""
 
 
 class CopyEngine:
@@ -86,7 +86,8 @@ class CopyEngine:
     moved_by = "copy engines, over symmetric memory"
     needs_sms = False
     fastest_from = 2 << 20
-    """In bytes. Measured against transport ``sm_push`` on 2 H200s (4 and 8 ranks as ``bench.mirrored`` plays them)."""
+    """In bytes. Measured against transport ``sm_push`` on 2 H200s, which played groups of 4 and 8 ranks
+    (``bench.mirrored``)."""
 
     def prepare(
         self,

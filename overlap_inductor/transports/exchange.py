@@ -239,5 +239,5 @@ def find_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> 
 
 
 def close_exchange(buffer: torch.Tensor, group: dist.ProcessGroup, site: str) -> None:
-    """Forget the exchange of ``buffer``, after the wait for its last hop."""
+    """Forget the exchange of ``buffer``. Call this after the wait for the last hop of the exchange."""
     _EXCHANGES.of(group).in_flight.pop(_key(buffer, site), None)

@@ -105,7 +105,7 @@ def bounds(total: int, parts: int) -> list[int]:
 
 
 def places(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """The ``bounds`` of each slot's parts. Slots of ``sizes`` rows follow each other in the buffer."""
+    """The ``bounds`` of each slot's parts. Slot ``s`` has ``sizes[s]`` rows. Slots follow each other in the buffer."""
     found, start = [], 0
     for size in sizes:
         found.append([start + bound for bound in bounds(size, parts)])

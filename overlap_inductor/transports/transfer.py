@@ -30,9 +30,8 @@ class Transfer:
 
     * ``scattered``, not ``read_in_order``: rank + 1, rank + 2, ... The sender's matmul computes the shards in this
       order.
-    * Otherwise: rank - 1, rank - 2, ... Each receiver first gets the shard of its next rank. Of the other ranks'
-    shards, its
-      matmul reads this one first.
+    * In all other transfers: rank - 1, rank - 2, ... Each receiver first gets the shard of its next rank. Of the
+      other ranks' shards, its matmul reads this one first.
 
     Attributes:
         scattered: True if the source holds a shard for each rank. False if all ranks get the same shard.
@@ -43,7 +42,8 @@ class Transfer:
         read_in_order: for a scattered source: True if the receivers' matmuls read the shards, False if the sender's
             matmul computes them.
         stride: rows from one rank's shard to the next rank's, in the workspace and in a scattered source. ``None``:
-            ``rows``. If larger, the transfer sends a band of each shard's rows, as one part.
+            ``rows``. If ``stride`` is larger than ``rows``, the transfer sends a band of each shard's rows, as one
+            part.
 
     Raises:
         ValueError: ``stride`` is less than ``rows``, or a shard with a larger stride is cut into parts.

@@ -117,7 +117,8 @@ class Exchanges(Transport, Protocol):
     """Messages between ranks, which sender and receiver each start."""
 
     def why_not(self, group_name: str, device: torch.device) -> str | None:
-        """Why the group cannot exchange tensors on ``device``, or ``None`` if it can. Equal on all ranks."""
+        """Why the group cannot exchange tensors on ``device``, or ``None`` if it can. The answer is equal on all
+        ranks."""
         ...
 
     def receives_first(self, device: torch.device) -> bool:

@@ -32,8 +32,8 @@ def used_gather_site() -> HandGraph:
 
 
 def trained_gather_site() -> HandGraph:
-    """Backward of a row-wise layer: the gathered gradient is multiplied by the weight, and its transpose by the
-    activations."""
+    """Backward of a row-wise layer. One matmul multiplies the gathered gradient by the weight. Another one multiplies
+    the transposed gradient by the activations."""
     made = HandGraph()
     gathered = made.gather(operand(made, 24, 16, "x"))
     activations = operand(made, 24 * made.world_size, 8, "activations")

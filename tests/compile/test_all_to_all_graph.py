@@ -124,7 +124,8 @@ def test_the_exchange_belongs_to_the_projection_and_not_to_an_attention_of_plain
 
 @pytest.mark.usefixtures("two")
 def test_parts_of_a_dynamic_size_may_be_equal() -> None:
-    """If the parts are known to be equal, the site is unrolled. Otherwise an op reads their sizes."""
+    """If the parts are known to be equal, the site is unrolled. Otherwise the site becomes op
+    ``matmul_all_to_all_uneven``."""
 
     def layer(x: torch.Tensor, w: torch.Tensor, known: bool) -> torch.Tensor:
         if known:

@@ -45,7 +45,7 @@ def test_auto_counts_the_copy_of_a_gathered_tensor_that_is_used(monkeypatch: pyt
     with fake_group(2):
         assert [more("fused", 2048), more("fused", 256)] == pytest.approx([copy, copy], abs=1)
         # The copy runs beside a quarter of the matmul. The exposed part is what outlasts this quarter, but at least
-        # ``copy_exposed`` of the copy.
+        # the fraction ``COST.copy_exposed`` of the copy.
         assert [more("chunked", 2048), more("chunked", 256)] == pytest.approx(
             [COST.copy_exposed * copy, copy - 256 * quarter], abs=1
         )

@@ -17,10 +17,10 @@ from tests.support.hand_graph import aten
 from tests.support.spellings import world
 
 SMALL, LARGE = (8, 2000), (8, 4_000_000)
-"""Shapes of the right operand of a weight's gradient. With ``LARGE``, this matmul takes much longer than the
-transfer."""
+"""Shapes of the right operand of the matmul for a weight's gradient. With ``LARGE``, this matmul takes much longer than
+the transfer."""
 MIDDLE = (25_000, 24_999)
-"""Columns of two gradients. Each gradient takes longer than the transfers of one small site."""
+"""Numbers of columns of two gradients. Computing either gradient takes longer than the transfers of one small site."""
 
 
 def _lines(

@@ -150,8 +150,8 @@ def test_a_dynamic_number_of_tokens() -> None:
 
 
 def test_the_planner_counts_own_rows_and_repeated_reads_of_weights() -> None:
-    """On a slow link, the all-reduce of many tokens is hidden. A layer is kept if it has few tokens, or if memory is
-    slow: each block reads all weights again."""
+    """On a slow link, the all-reduce of many tokens is hidden. A layer with few tokens is kept. If memory is slow,
+    a layer is also kept, because each block reads all weights again."""
     slow = {"link_bytes": 6.25e7, "step_seconds": 3e-6, "matmul_flops": {"2": 4e8}}
     reports = {
         name: _report(2, 0, tokens, schedule="auto", machine=json.dumps(machine))

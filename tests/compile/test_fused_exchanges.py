@@ -160,7 +160,7 @@ def test_an_empty_slice_is_planned_and_written() -> None:
 @pytest.mark.parametrize("make", [graphs.sent_rows, graphs.received_rows])
 def test_estimate(monkeypatch: pytest.MonkeyPatch, make: Callable[..., HandGraph]) -> None:
     """The estimate counts the copy out of the workspace. By estimate, the kernel must be more than 25 % faster than the
-    plain graph: all-to-alls were not measured on 8 ranks."""
+    plain graph, because all-to-alls were not measured on 8 ranks."""
     machine = machine_for("cuda")
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine)
     plain, plans = FusedSchedule.where_it_pays, []

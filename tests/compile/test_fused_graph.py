@@ -43,8 +43,8 @@ def test_ranks_have_one_text(kind: str, world_size: int) -> None:
 @pytest.mark.parametrize("schedule", ["ring", "fused", "chunked"])
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_a_second_wait_is_erased_with_the_site(kind: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``wait_tensor(all_gather_tensor(x))`` waits twice. If the first wait stayed in the graph, the collective would
-    stay too, and the rewrite would fail."""
+    """``all_gather_tensor`` also waits, so ``wait_tensor(all_gather_tensor(x))`` waits twice. If the first wait stayed
+    in the graph, the collective would stay, too, and the rewrite would fail."""
     wait = HandGraph.wait
     monkeypatch.setattr(HandGraph, "wait", lambda made, x: wait(made, wait(made, x)))
     with fake_group(8, 0):

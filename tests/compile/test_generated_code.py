@@ -104,7 +104,7 @@ def test_a_view_of_a_computed_tensor_is_cut_in_place() -> None:
 @pytest.mark.parametrize("reduces", [False, True], ids=["gather", "reduction"])
 def test_a_kept_collective_stays_behind_the_steps(reduces: bool) -> None:
     """All ranks must call the steps and the kept collective in one order. An edge of the graph keeps this order. The
-    edge must not begin at a result that no node reads: Inductor removes such a result with its edges."""
+    edge must not begin at a result that no node reads, because Inductor removes such a result with its edges."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = reduce_scatter(x @ w, "sum", 0, world()) if reduces else all_gather(x, 0, world()) @ w
@@ -203,8 +203,9 @@ def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Te
 
 
 def test_the_scheduler_traces_no_kernel_again_for_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a graph with the rank's symbol, Inductor asks each pointwise kernel for the symbols that it reads. The hook
-    answers from the scheduler's notes. The answer must have the symbols of a new trace."""
+    """In the graph, a symbolic integer (the rank's symbol) stands for the rank. Inductor asks each pointwise kernel for
+    the symbols that it reads, and would trace the kernel again for the answer. The hook answers with what the scheduler
+    has noted before. The answer must have the symbols of a new trace."""
     install_hooks()
     ours = ComputedBuffer.get_read_writes
     used: dict[str, set[str]] = {}

@@ -94,7 +94,7 @@ def test_a_kept_collective_after_a_looping_op() -> None:
 
 
 def test_every_group_agrees_before_any_data_moves() -> None:
-    """Otherwise the second group could find a difference after the first group has begun to move data."""
+    """If one group began to move data before another group agreed, the other group could find a difference too late."""
     with fake_group(8, 3), torch.no_grad():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         tp, dp = mesh.get_group("tp"), mesh.get_group("dp")

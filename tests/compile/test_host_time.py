@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On GPUs, ``auto`` leaves the sites of a graph with several collectives as written if the GPU does not need much
-longer than the host. Small messages and CUDA graphs, for example, are exceptions."""
+"""On GPUs, ``auto`` compares the times that the GPU and the host need for a graph with several collectives. If the GPU
+does not need much longer than the host, the graph's sites stay as written. Small messages and CUDA graphs, for example,
+are exceptions."""
 
 from __future__ import annotations
 

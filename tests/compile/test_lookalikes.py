@@ -148,7 +148,7 @@ def test_scatter_by_slices(starts: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("steps", [(2, 1), (1, 1)])
 def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
-    """A slice of every other row is not a shard, although it has as many rows."""
+    """A slice of every other row is not a shard, although it has as many rows as a shard."""
     with fake_group(2):
         made = HandGraph()
         y = made.mm(made.input(8, 16), made.input(16, 8, name="w"))
@@ -169,8 +169,11 @@ def test_scatter_by_slices_with_gaps(steps: tuple[int, int]) -> None:
     ],
 )
 def test_scatter_of_padded_pieces(value: int, short: int, bias: bool, found: list[str]) -> None:
-    """The pass drops the padding of the pieces only under two conditions. The padding is zeros after all rows. And the
-    matmul gives rows of zeros for operand rows of zeros, so it adds no bias."""
+    """The pass drops the padding of the pieces only under two conditions:
+
+    - The padding consists of zeros, and stands after all rows.
+    - The matmul adds no bias. With a bias, operand rows of zeros would not give result rows of zeros.
+    """
     with fake_group(2):
         made = HandGraph()
         x, w = made.input(7, 16), made.input(16, 8, name="w")

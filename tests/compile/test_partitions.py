@@ -105,8 +105,8 @@ def scattered_behind(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, to
 def test_a_partition_is_given_tensors_and_numbers(
     given: list[list[type]], function: Callable[..., Any], reorders: bool
 ) -> None:
-    """The rank's symbol comes from a kernel without a result, but Inductor lists the kernel's name among a partition's
-    inputs. CUDA graph trees fail on inputs that are neither tensors nor numbers."""
+    """The rank's symbol, a symbolic integer for the rank, comes from a kernel without a result. But Inductor lists the
+    kernel's name among a partition's inputs. CUDA graph trees fail on inputs that are neither tensors nor numbers."""
     report = compiled(function, (64, 32), (32, 24), reorders=reorders)
     assert given and all(issubclass(kind, torch.Tensor | int) for kinds in given for kind in kinds), given
     assert int in {kind for kinds in given for kind in kinds}

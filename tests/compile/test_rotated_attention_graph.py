@@ -160,8 +160,8 @@ def test_ranks_with_different_graphs_write_the_same_plan() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_a_collective_between_attention_and_exchange() -> None:
-    """The exchange must not move before the other collective. A rank without this attention leaves the exchange in
-    place, so the ranks' orders would differ."""
+    """The exchange must not move before the other collective. If it moved, the ranks' orders would differ, because a
+    rank without this attention leaves the exchange in place."""
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = OP(q, k, v)[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sites with a row-wise op between a matmul and a collective, or with a batched or int8 matmul.
 
-A row-wise op gives equal rows on the whole tensor and on slices of rows. The sites are found. A schedule that cannot
-compute a site says why.
+A row-wise op computes the same rows from slices of rows as from the whole tensor. The sites are found. A schedule that
+cannot compute a site says why.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def test_an_op_is_placed_after_the_gather_of_its_scales() -> None:
 
 
 def test_scales_are_in_the_order_of_the_rows() -> None:
-    """If a sequence is gathered or scattered within its batch, the op takes rows rank by rank. So their scales must be
-    in this order."""
+    """If ``[batch, tokens, features]`` is gathered or scattered along the tokens, the op takes the rows of rank 0
+    first, then those of rank 1. So the scales must also be ordered by rank."""
     with fake_group(2):
         made = HandGraph()
         flat = made.view(made.gather_on(fp8(made, 3, 32, 32), 1), 192, 32)
@@ -108,7 +108,7 @@ def test_scales_are_in_the_order_of_the_rows() -> None:
         scattered.output(scattered.scatter_on(scattered.view(product, 3, 64, 48), 1)).run(schedule="chunked")
         other = op_of(scattered, "matmul_reduce_scatter").args[4]
     for node in (scale, other):
-        # [batch, rank, row] to [rank, batch, row]
+        # The scales are permuted from [batch, rank, row] to [rank, batch, row].
         permuted = node.args[0]
         assert (
             permuted.target is aten.permute.default

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels that Inductor generates for a seam in bands. The bands of a seam share kernels, so further bands add no
-work for the C++ compiler. A band's kernel reads rows through a pointer (``inductor.window``)."""
+work for the C++ compiler. A band's kernel reads the band's rows through a pointer to the first of them. These rows are
+a *window* of the whole tensor (``inductor.window``)."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def _two_seams(a: torch.Tensor, residual: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    """A residual and a norm between ``o_proj`` and a gated MLP, and again between the MLP and a last matmul. Each rank
-    holds ``ROWS`` rows of the residual."""
+    """A residual and a norm stand between a first matmul and a gated MLP, and again between the MLP and a last matmul.
+    Each rank holds ``ROWS`` rows of the residual."""
     project, gate, up, down, head = weights
     rows = residual + reduce_scatter(a @ project, "sum", 0, world())
     gathered = all_gather(_norm(rows), 0, world())
@@ -56,15 +57,16 @@ def _calls(bands: int, world_size: int) -> Counter[str]:
 
 @pytest.mark.usefixtures("alone")
 def test_bands_share_kernels() -> None:
-    """Each seam has one kernel, called once for each band: the sum and the norm. The activation has one kernel, called
-    once for each piece. The seams' kernels differ, because the sum of the second seam is not read again."""
+    """Each seam has one kernel, which computes the sum and the norm of a band. It is called once for each band. The
+    activation has one kernel, called once for each piece. The seams' kernels differ, because the sum of the second seam
+    is not read again."""
     for bands in (2, 4):
         assert sorted(_calls(bands, 2).values()) == [bands, bands, 2 * bands]
 
 
 @pytest.mark.usefixtures("alone")
 def test_bands_of_four_ranks_share_kernels() -> None:
-    """The number of kernels does not depend on the number of bands. It is larger than for two ranks, for
+    """The number of kernels does not depend on the number of bands. Four ranks have more kernels than two ranks, for
     two reasons. Inductor computes the activations of the pieces that follow the last wait in one kernel. And a seam's
     first band is not computed in place."""
     few, many = _calls(2, 4), _calls(4, 4)
@@ -73,8 +75,9 @@ def test_bands_of_four_ranks_share_kernels() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_each_band_is_summed_and_normed_by_one_kernel() -> None:
-    """The kernel of a band stands between the wait for the band and the send of the band's norm. The second seam reads
-    the band's sum again. The kernel stores the sum, so no later kernel adds the partial sums again."""
+    """In the first seam, the kernel of a band stands between the wait for the band and the send of the band's norm. The
+    second seam reads the band's sum again. The kernel stores the sum, so no later kernel adds the partial sums
+    again."""
     lines = lines_of(
         _two_seams,
         (2 * ROWS, FEATURES),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A seam may be written in bands only if it keeps all rules of ``seams.check`` and its sites' plans fit."""
+"""A seam may be written in bands only if it keeps all rules of ``seams.check``. Some of the rules are about the
+seam's graph, the others about the plans of the seam's two sites."""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ def _bands(parts: Parts, **fields: Any) -> list[Any]:
 
 
 def test_bands_of_tiny_matmuls_on_many_ranks() -> None:
-    """A gather in bands has fewer hops than a ring's gather. The saved hops take longer than both sites' matmuls. So
-    the time that bands are estimated to add is negative."""
+    """A gather in bands has fewer hops than the same gather without bands. The saved hops take longer than both sites'
+    matmuls. So the time that bands are estimated to add is negative."""
     with fake_group(8):
         report = Parts(tokens=400, between=_residual_and_norm).seam().run(mode="report", sub_chunks=2)
     assert [s.decision.moving.parameters.get("bands") for s in report.sites] == [2, 2]

@@ -39,8 +39,8 @@ def reach(made: HandGraph) -> None:
 
 
 def test_a_site_that_feeds_another() -> None:
-    """The second site must read the pieces of the first site's result. A whole matmul between them would hide no
-    transfer."""
+    """The second site must read the pieces of the first site's result. A matmul of the whole gathered tensor would hide
+    no transfer."""
     with fake_group(2):
         made = HandGraph()
         first = made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w"))
@@ -85,8 +85,8 @@ def test_merged_all_reduces_leave_nothing_behind() -> None:
 
 
 def test_vector_along_another_dim() -> None:
-    """After a permute or a view, a vector does not run along whole columns of the matmul's result. So there is no
-    site."""
+    """After a permute or a view, an element of a vector no longer belongs to exactly one column of the matmul's result.
+    So there is no site."""
     with fake_group(2):
         made = HandGraph()
         y = made.call(aten.permute.default, made.mm(made.input(8, 4), made.input(4, 8, name="w")), [1, 0])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spellings of a site in training graphs and in graphs built by hand."""
+"""Some of the forms (*spellings*) in which a graph may contain a site: in training graphs and in graphs built by
+hand."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.support.structures import ScatterTokens
 
 
 def test_spelling_o_backward_of_a_row_wise_layer() -> None:
-    """One gathered gradient feeds dgrad (gathered on M) and wgrad (gathered on K). Both belong to one site."""
+    """One gathered gradient feeds dgrad and wgrad. The gathered dim is M of dgrad and K of wgrad. Both matmuls belong
+    to one site."""
     with fake_group(2):
         x, w = x2().requires_grad_(), weight().requires_grad_()
         forward, backward = reports_of(lambda x, w: ScatterTokens.apply(x.relu() @ w).relu(), x, w)

@@ -153,8 +153,8 @@ def with_pointwise_ops(count: int, loopable: bool, budget: int) -> OverlapReport
 
 
 def test_ranks_with_unlike_epilogues_exchange_the_same() -> None:
-    """A site with 7 pointwise ops is unrolled. A site with 8 becomes a looping op. Both move equal bytes in one order,
-    so the ranks agree."""
+    """A site with 7 pointwise ops is unrolled. A site with 8 becomes a looping op. Both move equal bytes in the same
+    order, so the ranks agree."""
     seven, eight = (with_pointwise_ops(n, loopable=True, budget=100) for n in (7, 8))
     assert (unrolled(seven), unrolled(eight)) == ([True], [False])
     assert seven.plan_hash == eight.plan_hash != ""
@@ -258,8 +258,8 @@ def test_pointwise_ops_before_the_matmul_are_computed_on_shards(kind: str, statu
     ],
 )
 def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status: str) -> None:
-    """After a matmul, a looping reduction computes the addition of another matmul's result, the addition of one row,
-    and one change of dtype."""
+    """After a matmul, a looping reduction can compute three kinds of ops: the addition of another matmul's result, the
+    addition of one row, and one change of dtype."""
 
     def convert(x: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         return made.call(torch.ops.prims.convert_element_type.default, x, dtype)
@@ -297,8 +297,8 @@ def test_ops_after_the_matmul_that_looping_reductions_compute(kind: str, status:
 
 
 def test_the_report_gives_the_sub_chunks_of_a_looping_op() -> None:
-    """Each shard is multiplied transposed, so sub-chunks would split the contracted dim. The report gives the op's
-    number (1), not that of the switch."""
+    """Each shard is multiplied transposed, so sub-chunks would split the contracted dim. The op has 1 sub-chunk, though
+    the switch requests 2. The report must give 1."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.view(made.gather(made.input(4, 6)), 2, 4, 6)

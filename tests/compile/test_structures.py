@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops around a site's collective: matmuls of all kinds, sums, heads, and ops between matmul and collective."""
+"""Ops around a site's collective: matmuls of all kinds, sums of matmuls, a model's head, and ops between matmul and
+collective."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symbolic dims: the pass must not tie the graph to the sizes of the example."""
+"""Symbolic dims: the pass must not tie the graph to the sizes of the inputs with which it was compiled."""
 
 from __future__ import annotations
 

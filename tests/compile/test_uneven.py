@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks whose graphs differ (uneven shards, a bias on one rank): their sites have equal ids, and equal data moves in
-one order."""
+"""Ranks whose graphs differ (uneven shards, a bias on one rank): their sites have equal ids, and all ranks move equal
+data in the same order."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_fused_gather_is_sliced_alike_on_all_ranks(monkeypatch: pytest.MonkeyP
         parameters = fused_plan.parameters_of(settings, 132)
         own = fused_plan.slices_of(2, shard, [weight], dataclasses.replace(parameters, column_tiles=0))
         found.append((settings, fused_plan.slices_of(2, shard, [weight], parameters), own))
-        # From this size on, a copy engine sends the shard whole.
+        # A copy engine sends a shard of at least ``copies_from`` bytes, and sends it whole.
         copied = dataclasses.replace(parameters, copies_from=shard.nbytes)
         assert fused_plan.slices_of(2, shard, [weight], copied) == 1
     assert found[0][:2] == found[1][:2] and found[0][2] != found[1][2], found

@@ -18,7 +18,7 @@ from tests.support.gloo_ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # For each example, parts of the lines that it must print, in this order. The first lines name its sites. The last line
-# says that the numbers agree.
+# says that the numbers agree, or gives the losses of a training.
 LINES: dict[str, list[str]] = {
     "dtensor_block": [
         "forward: mlp.0: all_gather_matmul: overlapped",
@@ -54,7 +54,8 @@ LINES: dict[str, list[str]] = {
 }
 
 WITH_KERNELS = ("functional_collectives",)
-"""The example with C++ kernels and unrolled rings. For the others, both would take most of the time."""
+"""The example that compiles C++ kernels and unrolls its rings. In the other examples, kernels and unrolled rings would
+take most of the time."""
 
 
 def test_every_example_is_run_here_and_is_short() -> None:

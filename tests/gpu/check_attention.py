@@ -6,7 +6,7 @@
 Each rank has its own GPU. ``--bench`` also times one layer with and without overlap. Prints one line for each case. The
 exit status is 1 in these cases:
 
-- an output differs from fp64;
+- an output is too far from the result in fp64;
 - a site is not overlapped;
 - a graph does not call the case's attention op.
 """

@@ -201,7 +201,9 @@ def main() -> int:
     parser.add_argument("--late", type=float, default=15.0, help="seconds by which the late peer is late")
     parser.add_argument("--only", nargs="*", help="scenarios to run ('well' always runs); default: all")
     parser.add_argument("--schedule", default="fused", choices=SCHEDULES)
-    parser.add_argument("--way", default="", help="way of a variant (tests.gpu.stress_variants); default: the first")
+    parser.add_argument(
+        "--way", default="", help="how the schedule runs, as in tests.gpu.stress_variants; default: the first way"
+    )
     parser.add_argument("--ranks-share-gpus", action="store_true")
     parser.add_argument(
         "--pattern", choices=PATTERNS, help="default: matmul_reduce_scatter; for small_message: matmul_all_reduce"

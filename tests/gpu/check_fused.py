@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused [--schedule chunked] [--calls 2000] [--only stress graphs]
     torchrun --nproc-per-node 4 -m tests.gpu.check_fused --only epilogues kernels "epilogue us" "weights us"
 
-Each check prints one JSON row. Schedule ``chunked`` has one more check, ``fp8``. For sites whose matmul is
+Each check prints one JSON row. Check ``fp8`` runs only with schedule ``chunked``. For sites whose matmul is
 ``_scaled_mm``, it compares the results with those of fp64 matmuls of the dequantised operands.
 """
 

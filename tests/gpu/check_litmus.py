@@ -4,22 +4,22 @@
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus [--rounds 20000] [--only "two blocks, bulk"]
     torchrun --nproc-per-node 2 -m tests.gpu.check_litmus --ranks-share-gpus
 
-Each test is one *way* to write and read. Some ways omit an ordering on purpose, and their data may be wrong. In each
-round:
+Each test pairs one *way* to write with one way to read. Some ways omit an ordering on purpose, and their data may be
+wrong. An even rank writes, and the next odd rank, its partner, reads. In each round:
 
-1. block b of an even rank fills a tile in its partner's memory with the round's number, and signals. In some ways, two
-   blocks or the copy engine take the place of block b;
+1. block b of the writer fills a tile in its partner's memory with the round's number, and signals. Two blocks or the
+   copy engine take the place of block b if the way's name says so;
 2. block b of the partner waits, counts the words that hold another number, and acknowledges.
 
-Two blocks of one GPU do the same afterwards. Rank 0 prints one JSON row per way. Rows of earlier runs are in
+Afterwards, blocks write and read within one GPU. Rank 0 prints one JSON row per test. Rows of earlier runs are in
 ``bench/results/litmus.jsonl``. The exit status is 1 in these cases:
 
-- a word was wrong in a way on which the kernels rely;
+- a word was wrong in a test of ways on which the kernels rely;
 - a wait timed out;
 - the time-out that is provoked at the end is not recorded correctly.
 
 Ranks that share a GPU take turns on it. A rank then seldom reads while its partner's stores are in flight. So a run
-with ``--ranks-share-gpus`` shows only that every way works. Only a run on two GPUs can show that an ordering is needed.
+with ``--ranks-share-gpus`` shows only that every test runs. Only a run on two GPUs can show that an ordering is needed.
 """
 
 from __future__ import annotations
@@ -445,7 +445,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, help="default: 20000, or 200 if ranks share GPUs")
     parser.add_argument(
-        "--copied-rounds", type=int, help="round limit of copy-engine ways; default: 2000, or 20 if ranks share GPUs"
+        "--copied-rounds", type=int, help="most rounds with the copy engine; default: 2000, or 20 if ranks share GPUs"
     )
     parser.add_argument("--only", default="", help="run only the writers whose names begin with this")
     parser.add_argument("--ranks-share-gpus", action="store_true")

@@ -28,8 +28,8 @@ from tests.support import hugging_face_problems
 
 
 def kernels(rank: int, world_size: int) -> list[str]:
-    """With Triton templates, one kernel runs the matmul, the bias and the activation of a ring's step. No other kernel
-    computes anything."""
+    """Check that, with Triton templates, one kernel runs the matmul, the bias and the activation of a ring's step, and
+    that no other kernel computes anything. Returns the problems."""
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()

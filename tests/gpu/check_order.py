@@ -8,7 +8,7 @@ status is 1 in these cases:
 
 - a result was wrong, or a wait timed out;
 - a capture that must be refused was accepted, or its error does not name ``torch.cuda.CUDAGraph``;
-- a rank did not get the expected reason for refusing the workspace that does not fit.
+- a rank did not get the expected reason why a workspace of 1 TiB is refused.
 
 With ``--ranks-share-gpus``, two ranks can share one GPU. They take turns on it, so a call takes tens of milliseconds.
 """
@@ -47,12 +47,13 @@ ROW_SECONDS = 60.0
 PATIENCE_NS = 15_000_000_000
 """Timeout of a receive. It is shorter than a row's time limit, so a receive that times out is reported."""
 CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "one_shot"))
-"""``(schedule, way)``, as in ``stress_variants.Variant``. The schedule's first pattern with this way is checked."""
+"""``(schedule, way)``, as in ``stress_variants.Variant``. The way says how the schedule runs, for example its
+transport. The schedule's first pattern with this way is checked."""
 
 
 class Place:
     """What the scenarios share: two streams, a flag between ranks 0 and 1, and three sites of one variant. The sites
-    have two slots of the workspace. The first and the third site share a slot."""
+    have two parts (slots) of the workspace. The first and the third site share a slot."""
 
     def __init__(self, variant: stress_variants.Variant, rank: int) -> None:
         self.rank = rank

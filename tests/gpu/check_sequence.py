@@ -102,7 +102,7 @@ def results(model: Any, x: torch.Tensor, trains: bool) -> dict[str, torch.Tensor
 def off(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
     """The largest error of any result, relative to the result's largest element."""
     errors = [(found[n] - e).abs().max() / e.abs().max().clamp_min(1e-12) for n, e in exact.items()]
-    return float(torch.stack(errors).max())  # keeps a NaN
+    return float(torch.stack(errors).max())  # A tensor's ``max`` keeps a NaN, Python's ``max`` may not.
 
 
 def case(schedule: str, switch: str, tokens: int, trains: bool, world_size: int, rank: int) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 
     torchrun --nproc-per-node 4 -m tests.gpu.check_small_message [--calls 6000] [--replays 300]
 
-One-shot and two-shot calls with several token counts use one slot of the workspace, with random delays on each rank.
-Eager calls run between graph replays. Each call's first result must be close to a result in fp32. All later results
-must be bitwise equal to the first. Prints one JSON row for each check.
+One-shot and two-shot calls with several token counts use one part (slot) of the workspace, with random delays on each
+rank. Eager calls run between graph replays. Each call's first result must be close to the fp32 result. All later
+results must be bitwise equal to the first. Prints one JSON row for each check.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def calls_of_one_slot(rank: int, world_size: int, columns: int) -> tuple[dict[st
 
 
 def stress(rank: int, calls: dict[str, Call], count: int) -> dict[str, int]:
-    """Make calls in one random order on all ranks, with different delays on each rank. Returns the number of wrong
-    results by name."""
+    """Make calls in a random order, which is the same on all ranks, with different delays on each rank. Returns the
+    number of wrong results by name."""
     order, late = random.Random(0), random.Random(rank)
     first = {name: call() for name, call in calls.items()}
     wrong = {name: torch.zeros(1, dtype=torch.int64, device="cuda") for name in calls}

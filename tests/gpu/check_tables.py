@@ -6,11 +6,11 @@
 
 Each rank has its own GPU. Each check prints one JSON row. Ranks other than 0 print only the rows of failed checks.
 
-- ``results``: the results of every kind of lookup are close to fp64. Without weights of samples, they are bitwise
+- ``results``: the results of every kind of lookup are close to fp64. Without ``per_sample_weights``, they are bitwise
   equal to torch's lookups.
 - ``trained``: gradients of a DLRM's tables are close to those of the plain program.
-- ``stress``: calls with late ranks.
-- ``graphs``: replays of captured graphs between eager calls.
+- ``stress``: calls with late ranks repeat their first results.
+- ``graphs``: replays of captured graphs, between eager calls, repeat the first results.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def compiled(function: Callable[..., Any], **config: Any) -> Callable[..., Any]:
 
 
 def results(world_size: int) -> list[str]:
-    """Returns the problems. Without weights of samples, the kernel sums in the order of torch's kernel, so results must
-    be bitwise equal."""
+    """Returns the problems. Without ``per_sample_weights``, the kernel sums in the order of torch's kernel, so results
+    must be bitwise equal."""
     problems = []
     for case in _cases(world_size):
         torch._dynamo.reset()

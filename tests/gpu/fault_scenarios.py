@@ -43,7 +43,8 @@ NAME = "faulty"
 
 @dataclass(frozen=True)
 class Kind:
-    """A site's schedule, pattern and way (``stress_variants.variants``). An empty ``way`` selects the first."""
+    """A site's schedule, pattern and way. The way says how the schedule runs, for example its transport
+    (``stress_variants.variants``). An empty ``way`` selects the pattern's first."""
 
     schedule: str
     pattern: str

@@ -122,8 +122,8 @@ def kernel_counts(compiled_as: Compile, rank: int, world_size: int) -> dict[str,
 
 
 def epilogue_times(compiled_as: Compile, world_size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of sites with the sizes of llama3-70b's MLP. The epilogue is in the fused kernel, or in Inductor's
-    kernel after it."""
+    """Microseconds of sites with the sizes of llama3-70b's MLP. In ``fused``, the epilogue is part of the fused kernel.
+    In ``behind``, a kernel of Inductor computes it after the fused kernel."""
     found = {}
     for tokens in (2048, 8192):
         for name, (function, _, inputs, _) in _sites(world_size, tokens, 8192, 28672 // world_size).items():

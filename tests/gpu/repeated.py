@@ -38,8 +38,8 @@ def drawn_calls(
     streams: Sequence[torch.cuda.Stream] = (),
     before: Callable[[int], None] = lambda i: None,
 ) -> dict[str, int]:
-    """Call sites in one random order on all ranks, with different delays on each rank. Returns the number of wrong
-    results by name.
+    """Call sites in a random order, which is the same on all ranks, with different delays on each rank. Returns the
+    number of wrong results by name.
 
     The random order makes stale data visible: the previous call usually had other inputs.
 

@@ -78,7 +78,7 @@ class Stress:
     _sites: dict[tuple[str, ...], list[list[Repeated]]] = field(default_factory=dict)
 
     def made(self, variant: Variant, group: str) -> list[list[Call]]:
-        """The calls of two sites, in two slots of the group's workspace."""
+        """The calls of two sites. Each site has its own part (slot) of the group's workspace."""
         return stress_sites.sites(variant, self.groups[group], ("a", "b"), self.shapes)
 
     def sites(self, variant: Variant, group: str = "world") -> list[list[Repeated]]:

@@ -34,7 +34,7 @@ define_ops()
 
 INPUTS = 3
 """The number of left operands of each shape. It is odd, because calls of schedule ``small_message`` use the two halves
-of a workspace slot in turn. If two operands took turns, each half would always get the same operand. Then stale rows
+of a site's workspace in turn. If two operands took turns, each half would always get the same operand. Then stale rows
 would not be found."""
 LIMIT = 2**33
 TOLERANCE = 2e-2
@@ -143,8 +143,8 @@ def sites(
     """Make a site for each name, and the sites' workspace, which schedule ``wave_groups`` does not need. All ranks of
     the group call this together.
 
-    Returns each site's calls, with ``INPUTS`` inputs of each shape. The sites take the slots of the group's workspace
-    in turn. Equal seeds give equal inputs, also in another group.
+    Returns each site's calls, with ``INPUTS`` inputs of each shape. The group's workspace has up to two parts (slots),
+    which the sites take in turn. Equal seeds give equal inputs, also in another group.
     """
     made = [
         _Site(variant, group, f"{name} {variant.schedule} {variant.pattern} {variant.way}", (seed, i))

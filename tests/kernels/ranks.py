@@ -31,7 +31,7 @@ def run_ranks(
     Fails if a rank does not end in time, or if the ranks' exit statuses are not ``ends``. By default, all statuses must
     be 0. A status ``-n`` means signal ``n``.
     """
-    # A forked process has no threads of its parent. A rank's matmul would wait forever for the parent's thread pool.
+    # With several threads, a rank's matmul would wait forever for the parent's thread pool: the threads are not forked.
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=function, args=(r, *args)) for r in range(world_size)]
@@ -73,8 +73,8 @@ class SharedBuffer:
 
 @dataclass(frozen=True)
 class SharedWorkspace:
-    """The shared memory of all ranks' slots. ``data`` is filled with bytes that are NaN in fp16. Ranks report faults on
-    ``board``."""
+    """The shared memory of one part (slot) of the workspace, for all ranks. ``data`` is filled with bytes that are NaN
+    in fp16. Ranks write their faults to ``board``."""
 
     data: torch.Tensor
     flags: torch.Tensor

@@ -95,7 +95,7 @@ def _last_is_late(rank: int, space: SharedWorkspace, name: str, steps: torch.Ten
         # Peers make no call until rank 0 reaches step 3.
         stored = space.data[1:].clone()
         _right_or_told(name, launch, 3)
-        # Copy engines do not look at abort words: ``transports.copy_engine``.
+        # A copy engine does not check whether this rank has given up, so it still stores (``transports.copy_engine``).
         assert "cop" in name or torch.equal(space.data[1:], stored), "a rank that has given up stored to a peer"
     _meet(steps, rank, 3)
     for call in (4, 5):

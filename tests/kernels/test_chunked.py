@@ -36,9 +36,9 @@ SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 
 @dataclass(frozen=True)
 class Case:
-    """``CALLS`` calls in one slot of the workspace. If the number of chunks is given, each call has one chunk more than
-    the call before. The flags of one slot must serve any number of chunks, because sites with different numbers share a
-    slot.
+    """``CALLS`` calls in one part (slot) of the workspace. If the number of chunks is given, each call has one chunk
+    more than the call before. The flags of one slot must serve any number of chunks, because sites with different
+    numbers of chunks share a slot.
 
     Attributes:
         rows: rows of a shard.
@@ -314,7 +314,7 @@ def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, w
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -> None:
     """An all-reduce whose peers never come must not signal finished rows. A second call may be queued before the host
-    sees the timeout. It must not signal finished rows either, because a peer may wait for the second call's number."""
+    sees the timeout. The second call must not signal finished rows either, because a peer may wait for it."""
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch, p = workspace.launch(0, patience_ns=20_000), replace(SMALL, transport=transport, chunks=2, bands=3)
     a, matmul, out = torch.ones(72, 32).half(), VendorMatmul(torch.ones(32, 16).half()), torch.empty(72, 16).half()

@@ -35,11 +35,11 @@ SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 
 @dataclass(frozen=True)
 class Case:
-    """``CALLS`` calls in one slot of the workspace.
+    """``CALLS`` calls in one part (slot) of the workspace. A *slice* is what one rank sends to another.
 
     Attributes:
         rows: rows of a slice.
-        columns: a slice consists of columns of the product.
+        columns: a slice consists of columns of the product. By default, it consists of rows.
         two: a second matmul reads the received tensor, and the call also returns this tensor.
     """
 

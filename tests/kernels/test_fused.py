@@ -29,8 +29,8 @@ CALLS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """``CALLS`` calls in one slot of the workspace. Each call has one band and one piece more than the call before. If
-    ``parts`` is 0, the first call has one band per rank in each shard, and the second call has one band in each shard.
+    """``CALLS`` calls in one part (slot) of the workspace. Each call has one band and one piece more than the call
+    before. If ``parts`` is 0, the first call has one band per rank in each shard, and the second call has one band.
     Sites with different numbers of bands may share a slot, so a slot's flags must serve calls with any number of bands.
 
     Attributes:

@@ -34,7 +34,8 @@ SENT, RECEIVED, CONTRACTED = "matmul_all_to_all", "all_to_all_matmul", "contract
 
 @dataclass(frozen=True)
 class Case:
-    """``CALLS`` calls in one slot of the workspace. Each call has one band more than the call before.
+    """``CALLS`` calls in one part (slot) of the workspace. Each call has one band more than the call before. A *slice*
+    is what one rank sends to another.
 
     Attributes:
         rows, columns, inner: rows of a slice, columns of the result, and K. In a contraction, ``inner`` is the part of

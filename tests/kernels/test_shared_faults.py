@@ -28,8 +28,8 @@ PARAMETERS = WaveParameters(2, (1,), (0, 1, 2), 16, 16, 16, 2, 4, 1, False)
 
 
 def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, scatters: bool) -> None:
-    """Other work occupies rank 0's GPU for longer than a kernel waits. So rank 0's tiles are stored only after the
-    collectives have run.
+    """Rank 0 multiplies only after the collectives have run, as if other work occupied its GPU for longer than a kernel
+    waits.
 
     Args:
         reached: whether the GPUs can reach each other's memory.
@@ -81,7 +81,8 @@ def test_tiles_that_were_never_written_are_nan_on_every_rank(reached: bool, scat
 
 
 def _aborts(rank: int, world_size: int, folder: str, files: str) -> tuple[str, bool]:
-    """Rank 1 aborts the group. Returns ``("error before; error after", whether this rank's abort word is set)``."""
+    """Rank 1 aborts the group. Returns ``("error before; error after", aborted)``. ``aborted``: whether this rank's
+    kernels are told of the abort (by the word ``stop[0]``)."""
     use_shared_memory(folder)
     shared_file.SHARED_FOLDER = Path(files)
     faults = workspace_of(dist.group.WORLD, CPU).faults

@@ -151,7 +151,7 @@ def test_a_wait_returns_at_once_if_the_group_was_aborted() -> None:
 
 @triton.jit
 def number_flags(flags, signals, WORLD: tl.constexpr):
-    """Add one to each flag of a slot."""
+    """Add one to each flag of a slot, which is the part of the workspace that a call uses."""
     for peer in range(WORLD):
         add_flag(credit_flag(flags, peer), 1)
         for index in range(signals):

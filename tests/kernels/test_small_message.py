@@ -30,7 +30,7 @@ EPS = 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """Calls in one slot of the workspace, one after the other. ``rows``: the rows of each call."""
+    """Calls in one part (slot) of the workspace, one after the other. ``rows``: the rows of each call."""
 
     two_shot: bool
     world_size: int

@@ -90,12 +90,12 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
             problems += _call(name, f"{name} 1", rows, seed, bias=False, norm=seed % 2 == 0)
             problems += _call(name, f"{name} 1", rows, seed, bias=True, norm=False, average=True)
     slots = workspace_of(group, device).arena.slots
-    # Sites take the slots of their protocol in turn. Each slot of the small messages served one-shot and two-shot
-    # sites. The slot of the fused site is unused.
+    # A slot is a part of the workspace. The small-message sites took two slots in turn, so each slot served one-shot
+    # and two-shot sites. The fused site has a slot of its own, because its protocol differs. No call used this slot.
     counts = {s.protocol: sorted(int(t.calls) for t in slots if t.protocol == s.protocol) for s in slots}
     if counts != {"credits": [0], "halves": [8, 16]}:
         problems.append(f"calls of the slots: {counts}")
-    # More rows than planned.
+    # This call has more rows than planned. The next two calls are of a site that got no workspace.
     problems += _call("one", "one 0", 60, 9, bias=False, norm=True)
     problems += _call("one", "no room", 3, 7, bias=True, norm=True)
     problems += _call("one", "no room", 3, 7, bias=True, norm=False)

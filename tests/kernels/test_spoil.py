@@ -140,7 +140,7 @@ def test_results_of_rows_that_were_copied_over_without_a_credit_are_nan(
     sender = Sender(replace(other, patience_ns=IMPATIENT_NS), transfer, torch.zeros(source_rows, transfer.width).half())
     sender.call(1.0)
     if stopped:
-        # A peer that gave up has set the abort word of rank 1, but not yet that of rank 0.
+        # A peer that gave up has already told rank 1 of it (by the word ``stop[0]``), but not yet rank 0.
         begin = sender.call
         monkeypatch.setattr(sender, "call", lambda value: (other.faults.stop.__setitem__(0, 1), begin(value)))
     results = read(reader, sender)

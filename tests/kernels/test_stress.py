@@ -37,7 +37,7 @@ from tests.support.shared_memory import use_shared_memory
 
 SHAPES = (Shape(32, 4, 16, 16), Shape(24, 2, 16, 24))
 Name = tuple[str, str, str]
-"""Schedule, pattern and way of a variant."""
+"""Schedule, pattern and way of a variant. The way says how the schedule runs, for example its transport."""
 NAMES: list[Name] = [(v.schedule, v.pattern, v.way) for v in stress_variants.variants(check_stress.SCHEDULES)]
 QUICK: list[Name] = [("chunked", SCATTER, "copy_engine"), ("small_message", REDUCE, "one_shot")]
 """Variants that the interpreter runs quickly."""

@@ -250,7 +250,8 @@ def test_a_group_that_lies_across_element_2_to_31_becomes_nan(waves: wave_groups
 def test_a_call_raises_after_a_collective_has_failed(
     waves: wave_groups.GroupWaves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failure leaves counters that no kernel has reset. A later call's collectives would start too early."""
+    """The failure leaves counters that no kernel has reset, so a later call's collectives would start too early. The
+    later call must raise an error instead."""
     _call(waves)
 
     def fails(*args: object) -> None:
@@ -295,7 +296,8 @@ def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeyp
 
 
 def test_tables_of_partitions_run_out(waves: wave_groups.GroupWaves) -> None:
-    """The choice of a plan fills one table for the whole matmul, and one for each number of free SMs."""
+    """A table holds one partition in the GPU's memory. The choice of a plan fills one table for the whole matmul, and
+    one for each number of free SMs."""
     _call(waves, replace(PARAMETERS, free=(0, 1)))
     assert waves.used == 3
     waves.used = wave_groups.TABLES

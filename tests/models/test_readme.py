@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs README's Python block and the demo, with small sizes and without GPUs."""
+"""Runs the demo, and the Python code with which README switches the pass on. Sizes are small, and no GPU is needed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_the_three_ways_in_code() -> None:
 
 def _worker(rank: int, world_size: int, settings: str, environment: dict[str, str]) -> str:
     """What ``python -m overlap_inductor.cli.demo_worker`` prints on this rank. To save time, no C++ kernel is built,
-    the plain models are not compiled, ``auto`` compiles only the block, and looping ops run."""
+    and sites run as looping ops. The plain models are not compiled, and the Llama model is not compiled with
+    schedule ``auto``."""
     compile_anew(kernels=False)
     made = torch.compile
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs README's third step in small sizes and without GPUs."""
+"""Runs step 3 of README's quickstart, "Switch the pass on", in small sizes and without GPUs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SMALLER = {"4096": "64", "14336": "256", "16384": "128"}
 
 
 def _command(folder: Path) -> tuple[str, dict[str, str]]:
-    """The name of the script that README's step "Switch the pass on" gives to ``torchrun``, and the step's environment.
-    The step before shows the script. This function writes the script into ``folder``."""
+    """The name of the script that step 3 of README runs under ``torchrun``, and the step's environment. Step 2 shows
+    the script's text. This function writes the text, with smaller sizes, into ``folder``."""
     text = README.read_text()
     (script,) = [sample.content for sample in samples(text) if sample.name == "tp_mlp.py"]
     for size, small in SMALLER.items():

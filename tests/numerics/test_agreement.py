@@ -280,6 +280,7 @@ def _first_rank_pads(rank: int, world_size: int) -> list[str]:
 
 
 def test_one_rank_pads_its_matmuls() -> None:
-    """Each rank pads its matmuls if its own measurement says so. Plans and sites must not depend on this."""
+    """Inductor measures on each rank whether padded matmuls are faster, so it may pad on one rank only. Plans and sites
+    must not depend on this."""
     for rank, problems in enumerate(run_ranks(2, _first_rank_pads, timeout=300)):
         assert not problems, f"rank {rank}: {problems}"

@@ -42,11 +42,11 @@ def _attempts(rank: int, world_size: int) -> list[Any]:
 
     for fails in ((), (1,), (0, 2), ()):
         attempt(fails)
-    # In a subgroup, its first rank decides. The text names global ranks.
+    # In a subgroup, the verdict comes from the subgroup's first rank. The error text names global ranks.
     group = dist.new_group([1, 2])
     if rank:
         attempt((2,))
-    # Another group uses other keys in the store.
+    # A new group of all ranks must not read the verdicts of earlier groups in the ranks' store.
     group = dist.new_group()
     attempt((1,))
     dist.destroy_process_group(group)
@@ -126,8 +126,9 @@ def _workspace(rank: int, world_size: int, folder: str) -> list[Any]:
     symmetric.allocate = allocate
     group, requests = dist.group.WORLD, json.dumps([["a", 3000, 2], ["b", 500, 1]])
     for failing in (1, 1, 2, 3, 4):
-        # Five allocations can fail: first the fault record, then the data and flags of two slots. In each round, the
-        # next one fails. In the first round, ``workspace_of`` makes the record after the failure.
+        # Five allocations can fail: the fault record, then the data and the flags of each of two slots. In each
+        # round, the next of these allocations fails. After the first round's failure, ``workspace_of`` below allocates
+        # the fault record. So the second round, too, fails at its first allocation.
         left[0] = failing
         said.append(workspace.prepare(group, CPU, requests, 2**30))
         assert not workspace.workspace_of(group, CPU).arena.slots
@@ -162,7 +163,8 @@ def test_a_rank_without_memory_leaves_all_without_workspace_and_none_waiting(tmp
 
 
 def _limits(rank: int, world_size: int, folder: str) -> list[Any]:
-    """Request slots three times. Rank 1 has a smaller limit. Returns, for this rank:
+    """Request slots three times. A slot is the part of the group's workspace that a call of a site uses. The workspace
+    has a smaller limit on rank 1. Returns, for this rank:
 
     - which sites of each request got a slot;
     - the warnings;

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls beside matmuls on gloo ranks. Every spelling and random shapes are compared with fp64. Some layers are
-compared bit for bit with their matmuls run slice by slice."""
+"""All-to-alls beside matmuls on gloo ranks. Every way to write such a site (``SPELLINGS``) is compared with fp64, and
+so are layers of random shapes. Some layers are compared bit for bit with their matmuls run slice by slice."""
 
 from __future__ import annotations
 

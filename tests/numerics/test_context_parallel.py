@@ -109,8 +109,8 @@ def _compared(rank: int, world_size: int, part: slice) -> list[str]:
         text = f"{layer.__name__} {mask} {dtype} {sizes} {direction}"
         if _statuses(reports) != [(PATTERN, "overlapped")]:
             problems.append(f"{text}: {_statuses(reports)}")
-        # The output of each piece is rounded, and so is the merged output. So the error may be twice that without
-        # overlap.
+        # The output of each piece is rounded, and the merged output is rounded again. So the error may be twice the
+        # error of the plain layer.
         if not error <= 2 * plain + 8 * torch.finfo(dtype).eps:
             problems.append(f"{text}: error {error}, without overlap {plain}")
     return problems
@@ -142,7 +142,8 @@ def test_random_attention(world_size: int, part: slice) -> None:
 
 
 def _lengths(rank: int, world_size: int) -> list[str]:
-    """This rank's problems with one graph for several lengths, for ``is_causal`` and for a random mask."""
+    """What went wrong on this rank in two graphs, one with a causal mask and one with a random mask. Each graph runs
+    with several lengths."""
     problems = []
     for mask in ("is_causal", "random"):
         torch._dynamo.reset()
@@ -204,7 +205,7 @@ def _emulated(kernel: str) -> Callable[..., Any]:
 
 
 def _gpu_ops(rank: int, world_size: int) -> list[str]:
-    """This rank's problems with CUDA's attention ops, which are emulated."""
+    """What went wrong on this rank with CUDA's attention ops, which are emulated."""
     library = torch.library.Library("aten", "IMPL", "CPU")
     for kernel in ("flash", "efficient", "cudnn"):
         library.impl(f"_scaled_dot_product_{kernel}_attention", _emulated(kernel))
@@ -247,7 +248,7 @@ def _layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 
 
 def _compiled(rank: int, world_size: int) -> list[str]:
-    """The problems of this rank's generated code."""
+    """What went wrong on this rank in generated code."""
     compile_anew(kernels=False)
     problems = []
     for mask, dtype in (("random", torch.float32), ("none", torch.bfloat16), ("is_causal", torch.float32)):

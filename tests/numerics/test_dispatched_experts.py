@@ -132,8 +132,8 @@ def _looped(rank: int, world_size: int, tokens: int) -> tuple[dict[str, float], 
 
 @pytest.mark.thorough
 def test_a_loop_over_experts() -> None:
-    """The results must be right, also if experts have no rows or one expert has all tokens. No site may take an
-    expert's rows for those of a rank."""
+    """The results must be right, also if experts have no rows or one expert has all tokens. No site may confuse the
+    rows of an expert with the rows of a rank."""
     for rank, (errors, reasons, problems) in enumerate(run_ranks(2, _looped, 13, timeout=400)):
         assert (errors, problems) == ({}, []), f"rank {rank}"
         assert reasons, f"rank {rank}: the report gives no reason why the loop has no site"

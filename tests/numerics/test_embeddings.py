@@ -104,7 +104,7 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
             if not torch.equal(one, other):
                 problems.append(f"{what}: result {i} differs by {(one - other).abs().max()}")
         sites = _overlapped(reports)
-        # One op looks up all bags of a table. So a single table of bags has no second lookup to hide a transfer. A
+        # One op looks up all bags of a table. So with a single table of bags, no second lookup can hide a transfer. A
         # single ``nn.Embedding`` is a site in forward only, because no other table's gradient hides the transfer.
         if mine and tables > 1 and sites != [tables] * (1 + trained):
             problems.append(f"{what}: sites {sites} {[n.reason for r in reports for n in r.near_misses]}")

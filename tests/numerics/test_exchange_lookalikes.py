@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that look like a supported exchange, but differ in a dtype, an order or a dim. They look like all-to-alls of
-table lookups or of uneven parts, or like sums of experts. Each must give the results of eager PyTorch, and have a site
-or a reason."""
+table lookups or of uneven parts, or like sums of experts. Each must give the results of eager PyTorch, and its report
+must show an overlapped site, or a reason why there is none."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ CASES: dict[str, tuple[Callable[[int], Program], dict[str, Any], set[str]]] = {
 
 
 def _outcomes(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
-    """For each case: the largest error, and the set of all reason codes, with ``overlapped`` if a site is
-    overlapped."""
+    """``{case: (largest error, codes)}``. The codes are those of all reasons in the reports. If a site is overlapped,
+    the code ``overlapped`` is added."""
     compile_anew()
     found = {}
     for name in names:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of experts in blocks of tokens on gloo ranks, with several loads of the experts, compared with fp64."""
+"""Layers of experts on gloo ranks. The ring computes each layer in blocks of tokens. The results are compared with
+fp64, for several loads of the experts."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def _disagree(rank: int, world_size: int, fields: list[dict[str, Any]]) -> tuple
     ids=["sub-chunks", "direction"],
 )
 def test_different_switches(fields: list[dict[str, Any]], words: str) -> None:
-    """The backend runs the rewritten graph itself, without a plain program. So every rank must raise an error that
-    names the ranks with other plans, and what differs."""
+    """Here, the backend ``interpreted`` has no plain program to run in place of the rewritten graph. So every rank must
+    raise an error that names the ranks with other plans, and what differs."""
     odd = next(i for i, f in enumerate(fields) if f)
     for rank, (kind, text, _) in enumerate(run_ranks(3, _disagree, fields)):
         assert kind == "AgreementError" and words in text, f"rank {rank}: {kind} {text}"
@@ -126,7 +126,7 @@ def test_different_versions() -> None:
 
 
 def _switched_off_on_one(rank: int, world_size: int) -> tuple[str, str, float]:
-    # Rank 1 may wait for the group's whole timeout. Rank 0's deadline does not depend on this timeout.
+    # Rank 1 may wait until the group's timeout, so this timeout is short. Rank 0's deadline does not depend on it.
     group = _group(10)
     inputs = _inputs(rank)
     if rank == 1:

@@ -54,8 +54,8 @@ def _under(matmul: Span, transfers: list[Span]) -> int:
 
 
 def test_transfers_are_in_flight_while_matmuls_run() -> None:
-    """The right order of the steps in the graph does not rule out that transfers and matmuls run one after the other.
-    The test uses three ranks, and two sub-chunks for each shard."""
+    """Transfers and matmuls may run one after the other even if the steps in the graph are in the right order. So the
+    test reads a trace. It uses three ranks, and two sub-chunks for each shard."""
     for trace in run_ranks(3, _trace):
         gather, scatter = trace["gather ring"], trace["scatter ring"]
         # The site's id must be the same in the report, in the graph and in the trace.

@@ -151,7 +151,7 @@ def _ahead(rank: int, world_size: int, calls: int) -> dict[str, Any]:
     same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
     kept = agreement.Comparison(_plan("g0: all_reduce float32 [4] kept", False), [group], False)
     # As in ``ComparedCall``, ``count`` comes before ``call``. If a rank is late, ``count`` returns False, and ``call``
-    # decides.
+    # decides whether the ranks overlap this call.
     found = [same.call().overlapped, same.call().overlapped, same.count() or same.call().overlapped]
     dist.barrier()
     if rank:

@@ -106,7 +106,8 @@ def _once(rank: int, world_size: int, fields: list[dict[str, Any]], caches: str 
     ids=["sub-chunks", "direction", "no site there", "report mode there"],
 )
 def test_all_ranks_run_the_plain_program(fields: list[dict[str, Any]], words: str) -> None:
-    """Otherwise ranks would send each other pieces of different sizes, and hang or get wrong numbers."""
+    """If ranks with different plans overlapped, they would send each other pieces of different sizes, and hang or get
+    wrong numbers."""
     results = run_ranks(len(fields), _once, fields)
     warnings = [w for r in results for w in r.get("warnings", [str(r)])]
     assert all(r.get("problems") == [] for r in results), results
@@ -422,8 +423,9 @@ def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_group_of_one_rank_where_others_have_more() -> None:
-    """Ranks agree in rounds, whose number depends on the groups in their plans. The smaller group is in the plans of
-    ranks 1 and 2, but not in rank 0's. No rank may wait for a round in which others take no part."""
+    """Ranks agree in rounds. In each round, a rank publishes a verdict and reads the verdicts of other ranks. The
+    number of rounds depends on the groups in the plan. The smaller group is in the plans of ranks 1 and 2, but not in
+    rank 0's. No rank may wait for a round in which others take no part."""
     results = run_ranks(3, _alone_in_a_group, timeout=120)
     assert all(r["problems"] == [] for r in results) and sum(len(r["warnings"]) for r in results) == 1, results
 

@@ -33,7 +33,8 @@ CASES: tuple[tuple[Any, str, bool, bool], ...] = (
     (token_ring, "alltoall", False, False),
     (token_ring, "alltoall", True, False),
 )
-"""``(layer, rotate method, causal, balanced)``."""
+"""``(layer, rotate method, causal, balanced)``. If ``balanced``, each rank has tokens of both halves of the sequence.
+Causal attention then gives all ranks equal work."""
 SAMPLE = (CASES[1], CASES[2], CASES[3], CASES[6])
 """Both layers, both methods, and causal attention with and without balance. (Attention without a causal mask attends to
 more blocks in the same way.)"""
@@ -57,15 +58,15 @@ class _Problem:
 
 
 def _expected_sites(ranks: int, rank: int, layer: Any, method: str, causal: bool, balanced: bool) -> int:
-    """The number of steps in which this rank attends to a block while the ranks pass their blocks on. In the last step,
-    they pass nothing on. An all-gather is a single site."""
+    """The number of sites on this rank. Each step in which this rank attends to a block, while the ranks pass their
+    blocks on, is a site. In the last step, the ranks pass nothing on. With an all-gather, there is one site."""
     if method == "allgather":
         return 1
     return min(ranks - 1, rank + 1) if causal and not balanced else ranks - 1
 
 
 def _compared(rank: int, ranks: int, cases: tuple[Any, ...]) -> list[str]:
-    """The problems of this rank with the rewritten graphs."""
+    """What went wrong on this rank in the rewritten graphs."""
     problems = []
     for i, (layer, method, causal, balanced) in enumerate(cases):
         dtype = (torch.float32, torch.bfloat16)[i % 2]
@@ -83,7 +84,8 @@ def _compared(rank: int, ranks: int, cases: tuple[Any, ...]) -> list[str]:
         # The program itself attends to one block at a time and merges the results, so overlap adds nearly no error.
         if not error <= 1.01 * plain + 4 * torch.finfo(dtype).eps:
             problems.append(f"{text}: error {error}, without overlap {plain}")
-    # A causal rank never waits for a block that it skips. If the rank left now, its peers would lose their connection.
+    # With causal attention, a rank does not wait for blocks that it skips, so it may end before its peers. Without the
+    # barrier, the peers would then lose their connection to this rank.
     dist.barrier()
     return problems
 
@@ -103,7 +105,7 @@ def test_rotated_attention(ranks: int, cases: tuple[Any, ...]) -> None:
 
 
 def _generated(rank: int, ranks: int, cases: tuple[Any, ...]) -> list[str]:
-    """This rank's problems with generated code. In the unbalanced causal case, ranks have different graphs."""
+    """What went wrong on this rank in generated code. In the unbalanced causal case, ranks have different graphs."""
     compile_anew()
     problems = []
     for layer, causal, balanced in cases:

@@ -58,8 +58,8 @@ def _run(rank: int, world_size: int, kernels: bool, sub_chunks: int) -> tuple[fl
     ],
 )
 def test_training_in_bands(world_size: int, kernels: bool, sub_chunks: int) -> None:
-    """Rows must be of the right band, and must be read only after the band has arrived. A gather must begin before the
-    scatter has ended."""
+    """Ops must read the rows of the right band, and only after the band has arrived. The gather of a band must begin
+    before the scatter of the last band has ended."""
     for error, early in run_ranks(world_size, _run, kernels, sub_chunks, timeout=300):
         assert error < LIMIT
         assert early and all(early), early

@@ -30,8 +30,9 @@ def _run(
 ) -> tuple[list[list[str]], dict[str, float], list[str]]:
     """``(patterns of each graph's overlapped sites, {what: relative error against fp64}, problems)``.
 
-    The patterns also hold the status of other sites, and reasons of near misses. C++ kernels are built only for a
-    ``plain`` attention. Without ``generated``, the rewritten graphs are interpreted.
+    The patterns also hold the status of other sites, and reasons of near misses. If ``plain``, the attention is written
+    as matmuls and a softmax. C++ kernels are built only then. Without ``generated``, the rewritten graphs are
+    interpreted.
     """
     compile_anew(kernels=plain)
     torch.manual_seed(0)

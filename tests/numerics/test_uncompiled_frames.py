@@ -107,7 +107,8 @@ def _limited(rank: int, world_size: int, limited: tuple[int, ...], as_on_gpus: b
 def test_a_frame_without_sites_runs_uncompiled_on_some_ranks(
     world_size: int, limited: tuple[int, ...], as_on_gpus: bool
 ) -> None:
-    """Ranks that compare different graphs would end overlap for the group or wait for each other."""
+    """The ranks must not compare different graphs. Otherwise they would end overlap for the group, or wait for each
+    other."""
     results = run_ranks(world_size, _limited, limited, as_on_gpus, timeout=200)
     for rank, result in enumerate(results):
         assert result["graphs"] == (2 if rank in limited else 1 + 2 * STEPS), result

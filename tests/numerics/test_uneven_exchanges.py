@@ -83,8 +83,8 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
         found = _errors(name, compiled, counts, *_inputs(rank, sum(sent), k, n, dtype))
         problems.extend(f"{what}: {text}" for text in found)
         problems.extend(f"{what}: {text}" for r in reports for text in waste(r))
-        # Some graphs rightly run without overlap. If sizes are constants and the parts are equal on one rank only, the
-        # plan of this rank differs. If a rank has fewer than two rows, torch computes its product without a matmul.
+        # Some graphs rightly run without overlap. If sizes are constants and only one rank's parts are all of one size,
+        # the plan of this rank differs. If a rank has fewer than two rows, torch computes its product without a matmul.
         if constant or min(sum(parts[r * world_size : (r + 1) * world_size]) for r in range(world_size)) < 2:
             return
         problems.extend(f"{what}: {text}" for r in reports for text in r.notices)
@@ -129,8 +129,8 @@ def _constants(rank: int, world_size: int, parts: list[list[int]]) -> tuple[list
 
 @pytest.mark.parametrize("parts", [[[1, 4], [0, 2]], [[2, 2], [2, 3]]])
 def test_constant_parts(parts: list[list[int]]) -> None:
-    """Ranks agree although the constants in their graphs differ. If the parts of one rank happen to be equal, its plan
-    differs, and all ranks run the graph as written."""
+    """Ranks agree although the constants in their graphs differ. If the parts of one rank happen to be all of one size,
+    this rank's plan differs, and all ranks run the graph as written."""
     results = run_ranks(2, _constants, parts, timeout=300)
     assert [problems for problems, _, _ in results] == [[], []]
     assert [status for _, _, status in results] == [["overlapped"]] * 2

@@ -140,8 +140,8 @@ def _check_like_operands_quickly() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """A builtin of ``triton.language`` is called without the wrapper that asks for ``_semantic``: the interpreter
-    always passes it."""
+    """A builtin of ``triton.language`` is called without its wrapper. The wrapper checks that ``_semantic`` is passed,
+    and the interpreter always passes ``_semantic``."""
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 

@@ -95,7 +95,8 @@ def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tens
     - ``is_causal``: ``True``;
     - ``causal``: each query sees its own token's key and the keys of earlier tokens;
     - ``random``: some queries see no key, others see no key of some ranks;
-    - ``heads``: a random bias for each head. In the first head, it hides the first half of the keys from later queries;
+    - ``heads``: a random bias for each head. In the first head, the bias hides the first half of the keys from the
+      second half of the queries;
     - ``one row``: all queries see the same keys;
     - ``nothing``: hides nothing.
     """

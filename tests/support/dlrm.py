@@ -103,7 +103,7 @@ def batch_of(
     """A random batch of ``mine`` rows for each rank.
 
     Args:
-        longest: bags have 0 to ``longest`` indices.
+        longest: without ``square``, bags have 0 to ``longest`` indices.
         square: each bag has ``max(longest, 1)`` indices. The indices of a table of bags are 2-D, with a row for each
             bag.
     """

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models, without a GPU, the order in which CUDA runs the work of streams, events, captures and graphs.
+"""Simulates, without a GPU, the order in which CUDA runs the work of streams, events, captures and graphs.
 
 The fakes record queued work and raise errors where CUDA does. ``run`` plays the queues of several ranks.
 
 - A stream runs its queue in order.
-- Recording an event marks a point in a stream. A wait refers to the event's last mark when the wait is queued.
+- Recording an event marks a point in a stream. If the event is recorded again, waits that are already queued still
+  refer to the earlier mark.
 - A stream that waits for an event of a running capture joins the capture.
 - A wait is an error if the event belongs to a capture that has ended.
 - A wait in a capture is an error if the event was recorded outside.

@@ -58,7 +58,8 @@ class ForkBase:
         self.more: tuple[tuple[str, ...], ...] = ()
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("OVERLAP_INDUCTOR", "TORCH_LOGS"))}
         environment |= {"PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONHASHSEED": HASH_SEED}
-        # A session of its own, so that ``__exit__`` also ends a program that runs too long.
+        # The process gets its own session. So ``__exit__``, which kills the session's processes, also ends a program
+        # that runs too long.
         self.process = subprocess.Popen(
             [sys.executable, "-m", __name__, *modules],
             env=environment,
@@ -137,8 +138,8 @@ class _Torch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _serve(modules: list[str]) -> dict[str, Any]:
-    """Fork a process for each program of a request. The fork gets the program as the result. In the base, the function
-    does not return."""
+    """Fork a process for each program of a request. In each fork, this function returns the fork's program. In the
+    base, it does not return."""
     answers = os.dup(1)
     os.dup2(2, 1)
     _load(modules)

@@ -27,9 +27,9 @@ _SIZES = {
     "eos_token_id": 2,
 }
 
-# Only the first llama and the first mixtral have two layers, so that matmuls read the first layer's all-reduce.
-# Starcoder2 has a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2 gathers whole
-# activations for a norm.
+# The first llama and the first mixtral have two layers, so that matmuls read the first layer's all-reduce. The other
+# models have one layer. Starcoder2 has a bias in every projection. Cohere computes attention and MLP in parallel. Olmo2
+# gathers whole activations for a norm.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, one layer": ("Llama", {"num_hidden_layers": 1}),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forks the process of the tests, once, into the process from which warm ranks are forked.
+"""Forks the process of the tests once. From this fork, the *server*, all warm ranks (``gloo_ranks``) are forked.
 
 ``multiprocessing`` would start a new interpreter, which takes six seconds and more for imports. The fork has imported
 torch, the models' libraries and the tests already. All workers of one run of pytest have collected the same tests, so
@@ -22,7 +22,7 @@ from typing import Any
 from tests.support import gloo_ranks
 
 LATEST = 60
-"""Seconds in which the worker that comes first has forked the server. Forking takes milliseconds."""
+"""Seconds that a worker waits at most for the server, which another worker forks. Forking takes milliseconds."""
 
 
 def fork_server() -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small functions with one or two sites each, for groups of any size: gathers before or after matmuls, reduce-scatters
-and all-reduces. The cases cut different dims of a matmul."""
+"""Small functions with one or two sites each, for groups of any size. A site is a gather before or after matmuls, or a
+reduce-scatter or all-reduce after matmuls. The cases cut different dims of a matmul."""
 
 from __future__ import annotations
 

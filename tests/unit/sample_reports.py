@@ -76,8 +76,8 @@ def llama(layers: int) -> OverlapReport:
 
 
 def block() -> OverlapReport:
-    """One block that was compiled by itself. Its only site, a gather before two matmuls, is kept. The module's name has
-    no layer number, and all sizes of the site are ints."""
+    """The report of one transformer block that was compiled by itself. Its only site, a gather before two matmuls, is
+    kept. The module's name has no layer number, and all sizes of the site are ints."""
     matmul = Matmul("mm", 2048, 3584, 8192, "float32", role="M")
     gather = SiteFacts("agmm-1", "all_gather_matmul", "feed_forward.w1", ALL_GATHER, (matmul, matmul))
     cost = Reason("too_small", "estimated 140 us as a ring against 95 us as it is (matmul 60, collective 35)")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph for every reason why a site is refused, kept or failed. First come the checks, in their order, then the plan
-and the rewrite."""
+"""A graph for every reason why a site is refused, kept or failed. First come the graphs with a
+reason of a check, in the order of the checks. Then come the graphs with a reason of the plan or of the rewrite."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def _() -> OverlapReport:
 
 @case("hoist", "refused", "over a collective")
 def _() -> OverlapReport:
-    """One matmul's result is read before the all-reduce, so the steps must come before the all-reduce. But the other
-    matmul's weight is the result of the all-reduce."""
+    """One matmul's result is read before the all-reduce, so the site's steps must come before the all-reduce. But the
+    other matmul's weight is the result of the all-reduce."""
     made = HandGraph()
     gathered = made.gather(made.input(4, 16))
     early = made.call(aten.relu.default, made.mm(gathered, weight(made, name="v")))

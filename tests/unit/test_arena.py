@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena's bookkeeping, with ordinary memory instead of symmetric memory."""
+"""The bookkeeping of ``WorkspaceArena``, with ordinary memory instead of symmetric memory.
+
+An arena divides a group's workspace into *slots*. A site gets a slot, and each call of the site uses this slot.
+"""
 
 from __future__ import annotations
 
@@ -116,8 +119,8 @@ def test_a_site_without_a_prepared_slot_is_an_error() -> None:
 
 
 def test_protocols_share_no_slot() -> None:
-    """In a shared slot, a call of a protocol without credits could come first. The next call would then wait for a
-    credit that nobody gives."""
+    """A call of protocol ``HALVES`` gives no credits. If a call of protocol ``CREDITS`` came next in the same slot,
+    it would wait for a credit that nobody gives."""
     made = arena()
     sites = [
         Request("a", 5000, 2),

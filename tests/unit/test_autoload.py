@@ -89,10 +89,11 @@ def test_switched_off_it_does_nothing(dynamo_base: ForkBase, installed: Path, va
 
 
 def test_switched_on_it_waits_for_the_config_module_and_its_log_is_known(installed: Path) -> None:
-    """The pass is in the slot as soon as Inductor's config module exists. ``autoload`` imports no heavy module.
+    """The *slot* is Inductor's setting ``post_grad_custom_post_pass``. The pass is in the slot as soon as Inductor's
+    config module exists. ``autoload`` imports no heavy module.
 
-    From torch 2.13 on, the entry point registers the log's name before torch reads TORCH_LOGS. An older torch reads
-    TORCH_LOGS before it calls the entry point. If TORCH_LOGS has the name, an older torch imports all sub-packages of
+    From torch 2.13 on, ``autoload`` registers the log's name before torch reads TORCH_LOGS. An older torch reads
+    TORCH_LOGS before it calls ``autoload``. If TORCH_LOGS has the name, an older torch imports all sub-packages of
     this package. The programs run in new interpreters, because a fork cannot show what ``import torch`` imports.
     """
     got = value(None, AFTER_IMPORT, installed, OVERLAP_INDUCTOR="1", TORCH_LOGS="+overlap_inductor")
@@ -107,7 +108,7 @@ def test_switched_on_it_waits_for_the_config_module_and_its_log_is_known(install
 
 @pytest.mark.parametrize(("switch", "bound"), [("0", 0.005), ("1", 0.05)])
 def test_its_cost(torch_base: ForkBase, switch: str, bound: float) -> None:
-    """``autoload`` takes about 2 ms. Importing Inductor would take two seconds."""
+    """Importing Inductor takes about two seconds, so ``autoload`` must not import it."""
     variables = {"OVERLAP_INDUCTOR": switch, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     value(torch_base, COST, **variables)  # compiles the byte code, if there is none
     assert value(torch_base, COST, **variables)["seconds"] < bound

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of ``overlap-inductor bugreport``. It must not name the user or the user's home folder. The user name
-``root`` may stay."""
+"""The file that ``overlap-inductor bugreport`` writes. The file must not name the user or the user's home folder. The
+user name ``root`` may stay."""
 
 from __future__ import annotations
 

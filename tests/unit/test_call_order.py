@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of a device run in the order in which the host makes them. This holds on any streams, from any threads, in
-captures and in replays. Streams are simulated (``tests.support.fake_streams``)."""
+"""Calls of overlap ops on one device run in the order in which the host makes them. This holds on any streams, from any
+threads, in captures and in replays. Streams are simulated (``tests.support.fake_streams``)."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def played(monkeypatch: pytest.MonkeyPatch, *programs: Callable[[Rank], None]) -
 
 
 def test_work_queued_behind_a_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call B waits for call A, and not for the receive after A on the same stream. Otherwise the ranks would deadlock:
-    rank 1 sends only after its B, and B ends only when every rank has begun it."""
+    """Call B waits for call A, and not for the receive that is queued after A on A's stream. If B waited for the
+    receive, the ranks would deadlock: rank 1 sends only after its B, and B ends only when every rank has begun it."""
 
     def receives(rank: Rank) -> None:
         rank.call("A", rank.first)
@@ -381,7 +381,8 @@ def test_each_gpu_has_one_order_and_a_cpu_has_none(monkeypatch: pytest.MonkeyPat
 
 
 class Inside:
-    """Takes the place of the order of calls. Records for each launch whether it was made inside the order."""
+    """Takes the place of ``call_order``. ``seen`` has one entry for each launch: 1 if the launch is inside the order,
+    that is inside ``with call_order(device)``, and 0 if not."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -475,5 +476,6 @@ def test_ops_of_four_schedules_launch_inside_the_order(monkeypatch: pytest.Monke
         )
         wave_groups.matmul_all_reduce(x, w, group, None, "site")  # type: ignore[arg-type]
     # ``wave_groups`` adds two of the 14 entries of ``seen``: one when it asks for its shared state, one when it
-    # launches. Inside the order, only one thread at a time can make the shared state.
+    # launches. The request must be inside the order, too, so that only one thread at a time makes the
+    # shared state.
     assert inside.seen == [1] * 14 and inside.depth == 0

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page is the memory in which ranks publish their plans at each call. A half-written entry counts as absent. An
-overwritten entry is an error."""
+"""A page is memory in which each rank has entries for each call. A half-written entry counts as absent. An overwritten
+entry is an error.
+
+- In the first entry, the rank publishes its plan.
+- In the other entries, the rank says its *verdicts*: whether it found all plans equal. Each *round* of a comparison has
+  one verdict of each rank.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +98,8 @@ class Said(dict[tuple[str, object], str]):
 
 
 def test_rounds_without_a_place_on_the_page_go_through_the_store() -> None:
-    """A graph with many groups has more rounds than the page has places. A verdict without a place must not overwrite
-    another entry, or lie past the page's end."""
+    """A graph with many groups has more rounds than the page has entries for a call. A verdict without an entry of its
+    own must not overwrite another entry, or lie past the page's end."""
     with fake_group(2) as group:
         state = call_state.state_of(group)
         store = Said()

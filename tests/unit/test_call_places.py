@@ -77,7 +77,7 @@ def test_what_the_backend_counts_between_calls_moves_the_place(monkeypatch: pyte
         state.returned()
         state.count(1)
         assert (state.calls, state.passed, state.place, state.between) == (2, 2, 7, False)
-        # The call raises, so nobody knows what it has issued.
+        # The second call raises, so ``returned`` is not called. It is not known how many collectives the call issued.
         counted[0] += 3
         state.count(1)
         assert (state.passed, state.place) == (3, 8)
@@ -90,7 +90,8 @@ def test_what_the_backend_counts_between_calls_moves_the_place(monkeypatch: pyte
 
 
 def test_a_value_fits_on_a_page() -> None:
-    """A value is longest if the plan has many parts and the ranks have run for years."""
+    """The value is what a rank publishes for a call. It is longest if the plan has many parts and the ranks have run
+    for years."""
     from overlap_inductor.facts.exchange import ExchangePlan
 
     with fake_group(2) as group:

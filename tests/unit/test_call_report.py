@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If the thread that calls graphs waits inside a collective, the rank makes a report. In a graph's call, it reports the
-call's number. Outside of graphs, it reports how many collectives the group has counted (the *place*,
-``call_place``)."""
+"""If the thread that calls graphs waits inside a collective, the rank makes a report. In a graph's call, the rank
+reports the call's number. Outside of graphs, the rank reports how many of the group's collectives it has issued (the
+*place*, ``call_place``)."""
 
 from __future__ import annotations
 

@@ -122,7 +122,8 @@ def test_waiting_kernels_use_no_shared_memory(kernel: Any, constants: dict[str, 
     ],
 )
 def test_spoiling_kernels_have_no_barrier_where_threads_may_diverge(kernel: Any, constants: dict[str, Any]) -> None:
-    """Each thread reads the abort word by itself, so threads of a block may diverge."""
+    """A spoiling kernel sets results to NaN if the *abort word* says that the group has been aborted. Each thread reads
+    the word by itself, so threads of a block may diverge."""
     text, shared = _compiled(kernel, constants, 4)
     loop = text[text.index("mov.b32", text.rindex("st.release") if "st.release" in text else 0) :]
     assert shared == 0 and "bar.sync" not in loop and "ld.global.cg" in text

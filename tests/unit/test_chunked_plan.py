@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of schedule ``chunked``: the rows of each chunk and the parts for each peer. Each rank must read where its
-peers write."""
+"""The plan of schedule ``chunked``: the rows of each chunk, and the parts in which a shard is sent to each peer. Each
+rank must read where its peers write."""
 
 from __future__ import annotations
 

@@ -256,7 +256,8 @@ def launched(tmp_path: Path) -> Path:
 
 
 def test_explain_for_another_machine(inductor_base: ForkBase, launched: Path) -> None:
-    """The whole command runs without a GPU. It plans a script for ``torchrun`` as if the script ran on 8 GPUs."""
+    """The whole command runs without a GPU. The script is written for ``torchrun``, and is planned as if it ran on 8
+    GPUs."""
     command = ("-m", "overlap_inductor", "explain", "--machine", "h200", "--ranks", "8", str(launched))
     done = python(*command, base=inductor_base)
     assert done.returncode == 0, done.stderr

@@ -50,7 +50,7 @@ def test_balanced_site_pays() -> None:
 
 @pytest.mark.parametrize("sizes", [SiteSizes(1e12, 1e3, 4, 8), SiteSizes(1e5, 1e9, 4, 8)], ids=["no bytes", "no flops"])
 def test_one_sided_site_does_not_pay(sizes: SiteSizes) -> None:
-    """One of the two parts is so short that nothing can be hidden."""
+    """The matmul or the collective is so short that nothing can be hidden."""
     assert not ring_cost.pays(sizes, FREE, 4)
 
 
@@ -79,7 +79,7 @@ def test_pays_from_some_size_on(name: str, world_size: int, legs: int) -> None:
 
 
 def test_steps_cost() -> None:
-    """More ranks and more parts mean more fixed cost."""
+    """More ranks and more sub-chunks mean more fixed cost."""
     slow = dataclasses.replace(FREE, step_seconds=0.01)
     base = ring_cost.seconds(BALANCED, slow, 1)
     assert ring_cost.seconds(BALANCED, slow, 16) > base
@@ -93,8 +93,8 @@ def test_parts_hide_more() -> None:
 
 
 def test_fewest_sub_chunks() -> None:
-    """With 2 shards and equal times, 4 sub-chunks expose half as much as 2, so 4 are chosen. With 8 shards or unequal
-    times, 2 suffice. If steps cost much, 1 is chosen."""
+    """With 2 shards and a matmul as long as the collective, 4 sub-chunks expose half as much as 2, so 4 are chosen.
+    With 8 shards, or with a shorter matmul, 2 suffice. If steps cost much, 1 is chosen."""
     two = dataclasses.replace(BALANCED, world_size=2)
     assert ring_cost.fewest_parts(two, FREE, 4) == 4
     assert ring_cost.fewest_parts(BALANCED, FREE, 4) == 2
@@ -109,8 +109,8 @@ def test_fewest_of_negative_estimates() -> None:
 
 
 def test_fewest_sub_chunks_pay_if_more_do() -> None:
-    """If a ring pays with the largest number of sub-chunks, it also pays with ``fewest_parts``. Otherwise
-    ``fewest_parts`` is the largest number."""
+    """If a ring pays with the largest number of sub-chunks, it also pays with the number that ``fewest_parts`` returns.
+    If it does not pay, ``fewest_parts`` returns the largest number."""
     for exponent in range(-40, 6):
         sizes = dataclasses.replace(BALANCED, flops=BALANCED.flops * 1.5**exponent, world_size=2)
         machine = dataclasses.replace(FREE, step_seconds=1e-4)
@@ -274,7 +274,8 @@ def test_estimates_of_chunks_agree_with_measurements_and_count_the_hosts_time() 
     ), "each of four matmuls computes a quarter of the tiles"
 
 
-# Layers with short matmuls on 2 H200s (bench/results/operators.jsonl). A call's launches are replayed as one.
+# Layers with short matmuls on 2 H200s (bench/results/operators.jsonl). All launches of a call are replayed as
+# one CUDA graph.
 # {(pattern, hidden, wide): {tokens: (keep, chunked)}} in microseconds.
 SHORT = {
     ("all_gather_matmul", 8192, 28672): {512: (215, 198), 1024: (360, 355), 1536: (547, 483)},

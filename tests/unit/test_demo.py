@@ -45,7 +45,7 @@ from tests.support.fork_base import ForkBase
     ],
 )
 def test_impossible_options_are_errors(options: dict[str, Any], names: str) -> None:
-    """Otherwise these options would fail minutes later, inside a rank."""
+    """Without the check at the start, the demo would fail minutes later, inside a rank."""
     with pytest.raises(ConfigError, match=names):
         demo.run_demo(DemoOptions(**{"device": "cpu", "parts": ("block",), **options}))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a fused kernel: the numbers of bands and of pushing blocks."""
+"""The plan of a fused kernel: the number of bands, and the number of thread blocks that push rows to peers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process group has one state for each kind of state and each device. After the group is destroyed, making any new
-state outside a capture drops the old ones. A later group of the same name gets new states."""
+"""A process group has one state for each kind of state and each device. After the group is destroyed, its
+states are dropped when any new state is made outside a capture. A later group of the same name gets new states."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Body]:
 
 @pytest.fixture
 def needed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A fake of the module that callbacks use. Callbacks are postponed, because the module's body still runs."""
+    """A fake of the module that callbacks use. The fake looks as if its body were still running, so callbacks are
+    postponed."""
     module = SimpleNamespace(__spec__=SimpleNamespace(_initializing=True))
     monkeypatch.setitem(sys.modules, import_hook._NEEDED, module)
     return module

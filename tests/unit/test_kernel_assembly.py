@@ -58,7 +58,8 @@ def test_signals_assemble_for_hopper() -> None:
         and events.count("red.release.sys") == 2
     )
     # Each thread that times out makes a compare-and-swap on the abort word. Only the thread that finds the value 0
-    # writes the record. This thread then marks the board and sets the ranks' abort words.
+    # writes the fault record. This thread then marks in the hosts' memory (the board) that there is a record, and sets
+    # the ranks' abort words.
     given_up = re.findall(
         r"atom\.relaxed\.sys\.global\.cas|st\.relaxed\.sys\.global|st\.release\.sys\.global\.s32(?=[^\n]*, 1;)", text
     )

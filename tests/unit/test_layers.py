@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench.layers`` without ranks: its command line, variants, shares of a trace, table and picture."""
+"""``bench.layers`` without ranks: its command line, its variants, the times that it reads from a trace, its table and
+its picture."""
 
 from __future__ import annotations
 

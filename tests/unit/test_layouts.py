@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares layouts with numpy: a layout must place each element where reshape, transpose and cat place it.
 
-Each dim of a layout is a list of *atoms* (``sites.layouts``). The rank atom counts the ranks.
+Each dim of a layout is a list of *atoms* (``sites.layouts``). An index of the dim consists of one index of each atom.
+The index of the *rank atom* is the number of a rank.
 """
 
 from __future__ import annotations
@@ -98,8 +99,9 @@ def test_gather_on_another_dim(data: st.DataObject, shard: list[int], world_size
 @many
 @given(st.data(), shards, world_sizes)
 def test_rows_of_a_rank(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """``ShardedDim`` splits an index into (outer, rank, chunk), even if the gathered dim was merged with its
-    neighbours."""
+    """``ShardedDim`` splits an index of the sharded dim into (outer, rank, chunk), even if the gathered dim was merged
+    with its neighbours. ``outer`` is the index of a group with one chunk of every rank. ``chunk`` is
+    the index of a row in its chunk."""
     target = data.draw(st.integers(0, len(shard) - 1))
     raw = Layout.gathered(shard, world_size)
     moved = raw.move_rank(0, target)

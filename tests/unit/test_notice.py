@@ -73,7 +73,7 @@ def test_a_handler_of_the_user_gets_it_once(
 def test_torchs_own_handler_gets_it_only_if_the_user_set_a_level(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """``TORCH_LOGS=overlap_inductor`` sets a level. Otherwise the line is printed without torch's prefix."""
+    """``TORCH_LOGS=overlap_inductor`` sets a level. Without a level, the line is printed without torch's prefix."""
     heard = listener(log, by_torch=True)
     log.propagate = False
     notice.show("unasked")

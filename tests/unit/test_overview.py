@@ -106,7 +106,7 @@ def test_the_first_write_leaves_a_page(tmp_path: Path) -> None:
 
 
 def test_the_page_is_complete_when_the_process_has_ended(torch_base: ForkBase, tmp_path: Path) -> None:
-    """The page is not rewritten after every graph."""
+    """The page is not rewritten after every graph. So it must be rewritten when the process ends."""
     write_as(torch_base, tmp_path, 0, "1,2,3,4,5,6")
     text = (tmp_path / "index.html").read_text()
     assert [f">{name}</a>" in text for name in ("0_0_inference", "0_0_inference_6")] == [True, True]

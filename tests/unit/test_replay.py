@@ -192,8 +192,8 @@ def test_a_call_whose_graph_cannot_be_launched_is_launched_directly(
 
 
 def test_a_graph_that_fails_later_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a graph fails at a later launch, the call raises and aborts the group. Otherwise peers would wait until they
-    time out."""
+    """If a graph fails at a later launch, the call raises and aborts the group. Without the abort, peers would wait
+    until they time out."""
     noted, a = Noted(monkeypatch), torch.zeros(4)
     noted.failing = {3}
     assert [noted.call(a) for _ in range(3)] == [["start"], ["graph"], ["graph"]]
@@ -306,7 +306,7 @@ copies: list[list[object]] = []
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The calls that schedules describe, with the addresses of their tensors."""
+    """For each call that a schedule passes to ``launched``: the argument ``what``, and the addresses of the tensors."""
     found: list[Call] = []
 
     def note(launch: object, what: object, tensors: Any, start: object, replays: bool, copied: Any = ()) -> None:

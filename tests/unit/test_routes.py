@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates the routes on all ranks. A rank must receive exactly what was sent to it.
+"""Simulates the ring's routes on all ranks. A route says which pieces each rank sends and receives in each hop. A rank
+must receive exactly what was sent to it.
 
 - Gathers: a rank sends only pieces that it has, and has all pieces at the end.
 - Reductions: each partial sum reaches its owner once.
@@ -46,8 +47,8 @@ def hops(route: str, world_size: int, parts: int) -> list[list[routes.Hop]]:
 @every_size
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_every_hop_is_a_permutation(route: str, world_size: int, parts: int) -> None:
-    """On each link of a hop, exactly one rank must send to each rank. No rank may send to itself. Each receive needs a
-    send. Otherwise ranks hang."""
+    """In a hop, a rank sends one piece on each link. On each link, exactly one rank must send to each rank, and no rank
+    to itself. Each receive needs a send, because a receive without a send hangs its rank."""
     for ranks in hops(route, world_size, parts):
         for link in range(len(ranks[0].sends)):
             assert sorted(h.sends[link].peer for h in ranks) == list(range(world_size))

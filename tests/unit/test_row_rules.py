@@ -86,14 +86,14 @@ HELD: dict[str, Op] = {
 }
 
 REFUSED: dict[str, tuple[str, Op]] = {
-    # Operands that do not have the tokens.
+    # Operands with repeated or different tokens.
     "repeated tokens": ("repeats the tokens", lambda g, x: g.op("add.Tensor", x, g.same(3, 1, 1, 1))),
     "expanded tokens": ("repeats the tokens", lambda g, x: g.op("expand.default", x, [3, B, S, H])),
     "other tokens": (
         "with different tokens",
         lambda g, x: g.op("add.Tensor", g.op("unsqueeze.default", g.tokens(B, S), 2), x),
     ),
-    # Operands that may differ between the ranks.
+    # Values that may differ between the ranks, and a write in place.
     "a matmul": ("may differ", lambda g, x: g.op("add.Tensor", x, g.view(g.mm(g.same(14, 4), g.shard(4, H)), B, S, H))),
     "random numbers": ("may differ", lambda g, x: g.op("mul.Tensor", x, g.op("rand.default", [B, S, H]))),
     "random numbers in this shape": ("not computed row by row", lambda g, x: g.op("rand_like.default", x)),
@@ -212,7 +212,7 @@ def test_sum_over_tokens(name: str) -> None:
                 (combined,) = (n for n in made.graph.nodes if "all_reduce" in str(n.target))
                 assert combined.args[1] == reduce_op
             elif divides:
-                # An all-reduce would drop a NaN, so it does not combine these parts.
+                # An all-reduce would drop a NaN. So an op of ``EXTREMA`` combines the ranks' parts.
                 (combined,) = (n for n in made.graph.nodes if n.target in EXTREMA.values() and "wait" in str(n.args[0]))
                 assert combined.target is EXTREMA[reduce_op]
             else:
@@ -235,7 +235,8 @@ def test_sum_in_at_most_32_bits_is_added_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_sums_that_only_results_read_are_combined_in_one_all_reduce() -> None:
-    """Gradients of norm weights are such sums. One all-reduce at the end of the graph combines them."""
+    """No op on rows reads these sums. Gradients of norm weights are an example. One all-reduce at the end of the graph
+    combines the sums."""
     with fake_group(2):
         made = TokenGraph()
         x = made.op("add.Tensor", made.tokens(B, S, H), made.same(B, S, H))
@@ -249,8 +250,8 @@ def test_sums_that_only_results_read_are_combined_in_one_all_reduce() -> None:
 
 
 def test_a_sum_that_rows_read_is_combined_where_it_stands() -> None:
-    """A scale is computed from the largest magnitude in all tokens, and divides each row. So the magnitude must be
-    combined before the division."""
+    """A scale is computed from the largest magnitude in all tokens, and divides each row. So the ranks' largest
+    magnitudes must be combined before the division."""
     with fake_group(2):
         made = TokenGraph()
         x = made.op("add.Tensor", made.tokens(B, S, H), made.same(B, S, H))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The estimate of seams in bands (``passes.sequence.seams.cost``)."""
+"""The estimates of a seam, in bands and with its two sites one after the other (``passes.sequence.seams.cost``)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from overlap_inductor.passes.sequence.seams.cost import in_turn
 
 
 def test_a_slow_link_is_busy_while_bands_are_multiplied() -> None:
-    """The seam between ``o_proj`` and ``gate``, ``up`` of a Llama layer on a slow link, in milliseconds. If the sites
-    run one after the other, more than 20 ms of transfers are exposed. In bands, less than 8 ms are exposed."""
+    """The times are in milliseconds, for the seam between ``o_proj`` and ``gate``, ``up`` of a Llama layer on a slow
+    link. If the sites run one after the other, more than 20 ms of transfers are exposed. In bands, less than 8 ms are
+    exposed."""
     scatter, gather = Work(12.7, 34.0), Work(69.0, 34.0)
     turn, bands = in_turn(scatter, gather, 2, (4, 4)), in_bands(scatter, gather, 2, 4)
     assert turn.compute - 81.7 > 20
@@ -38,8 +39,9 @@ def test_each_site_in_turn_has_its_own_sub_chunks() -> None:
 
 
 def test_a_short_matmul_in_front_of_a_long_one_needs_many_bands() -> None:
-    """The seam between ``o_proj`` and ``gate``, ``up``, on 2 ranks at 600 Mbit/s and 1.5e11 FLOP/s, in milliseconds.
-    Alone, ``o_proj`` is about as fast with 2 sub-chunks as with 4. In the seam, 4 bands hide more than 2 bands."""
+    """The times are in milliseconds, for the seam between ``o_proj`` and ``gate``, ``up`` on 2 ranks with 600 Mbit/s
+    and 1.5e11 FLOP/s. Alone, ``o_proj`` is about as fast with 2 sub-chunks as with 4. In the seam, 4 bands hide more
+    than 2 bands."""
     scatter, gather = Work(7.7, 28.0), Work(42.3, 28.0)
     turn = in_turn(scatter, gather, 2, (2, 4)).compute
     two, four = (in_bands(scatter, gather, 2, bands).compute for bands in (2, 4))

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of small messages: one-shot or two-shot, the segments of a call, and the workspace."""
+"""The plan of small messages: one-shot or two-shot, the segments of a call, and the workspace.
+
+- One-shot has one leg: each rank sends its partial rows to all peers, and sums all rows.
+- Two-shot has two legs: each rank sends its partial rows to their owners. Each owner sums its rows, and sends the sums
+  to all peers.
+"""
 
 from __future__ import annotations
 

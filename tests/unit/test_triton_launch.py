@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``PreparedKernel`` binds arguments by name. The direct launch passes them in the order of the kernel's parameters."""
+"""``PreparedKernel`` binds arguments by name. ``_Direct`` calls Triton's C launcher, and passes the arguments in the
+order of the kernel's parameters."""
 
 from __future__ import annotations
 

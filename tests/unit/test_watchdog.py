@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog: after a fault, it logs the error and stops the waits. A program that is not told of the error is ended,
-or gets exit status 1. The watchdog never ends a healthy process."""
+"""The watchdog sees when a kernel has given up its wait for a peer (a *fault*). It then logs the error, and stops the
+group's other waits on this rank's GPU. A program that is not told of the error is ended, or gets exit status 1. The
+watchdog never ends a healthy process."""
 
 from __future__ import annotations
 

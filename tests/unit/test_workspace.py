@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workspace that a rank holds for a group. Plans that fit get slots, others get none. A call that fails after it
-has begun must still be ended."""
+"""The workspace that a rank holds for a group. Each part of it that a call uses is a *slot*. Plans that fit get slots,
+others get none. A call that fails after it has begun must still be ended."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def test_a_destroyed_group_leaves_nothing() -> None:
 
 
 def test_a_call_is_ended_even_if_a_later_matmul_fails(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise peers would wait for this rank's credit. In the next call, this rank would read the failed call's
-    rows."""
+    """If the failed call were not ended, peers would wait for this rank's credit. In the next call, this rank would
+    read the failed call's rows."""
     fused = pytest.importorskip(
         "overlap_inductor.lowerings.fused.calls",
         reason="Triton comes with the package's test extra; environments of other torch versions may have none",

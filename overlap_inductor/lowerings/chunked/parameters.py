@@ -26,11 +26,11 @@ from overlap_inductor.transports.transport import PeerCopies
 from overlap_inductor.transports.transport import Share
 
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
-"""Copies of pieces of at least this many bytes take turns. ``TURNS_FROM_GATHERED`` is for ``GATHERS`` (but not for
-contracted dims), ``TURNS_FROM`` for other sites. On 8 H200s, turns raise the rate of 21 pieces of 8 MiB by 12 %, but
-not the rate of 21 pieces of 4 MiB. In a gather, a rank sends its shard only 7 times. With shards of 8 MiB, the gather
-takes 7 % longer with turns. From 16 MiB on, turns shorten a gather by 10 % with the host in the loop, and change
-nothing with the host hidden."""
+"""Copies of pieces of at least this many bytes take turns. ``TURNS_FROM_GATHERED`` is for the patterns
+``GATHERS``, but not if the matmul contracts the exchanged dim. ``TURNS_FROM`` is for other sites. On 8 H200s,
+turns raise the rate of 21 pieces of 8 MiB by 12 %, but not the rate of 21 pieces of 4 MiB. In a gather, a rank sends
+its shard only 7 times. With shards of 8 MiB, the gather takes 7 % longer with turns. From 16 MiB on, turns shorten a
+gather by 10 % with the host in the loop, and change nothing with the host hidden."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile."""
 Range = tuple[int, int]

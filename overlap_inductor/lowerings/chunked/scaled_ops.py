@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of schedule ``chunked`` for fp8 (``_scaled_mm``). Otherwise they are like the ops of ``one_op.ops``.
+"""The ops of schedule ``chunked`` for fp8 (``_scaled_mm``). They are like the ops of ``one_op.ops``, except for these
+arguments:
 
 * Shapes (W ranks, this rank's view): ``shard [m, K]``, ``lhs [W*m, K]`` (in an all-reduce any number of rows), ``rhs
   [K, N]`` column-major, all fp8.
@@ -71,7 +72,7 @@ def _scaled_all_gather_matmul(
     found = ready(chunked_plan, "all_gather_matmul", shard.shape[0], shard, rhs[0], shard.dtype, group, site, settings)
     if found is None:
         gathered = shard.new_empty(group.size() * shard.shape[0], shard.shape[1])
-        # As bytes, because not every backend supports fp8.
+        # The shards are gathered as bytes, because not every backend supports fp8.
         dist.all_gather_into_tensor(gathered.view(torch.uint8), shard.contiguous().view(torch.uint8), group=group)
         return [*(_whole(m, gathered) for m in matmuls), *([gathered] if gathered_used else [])], token
     from overlap_inductor.lowerings.chunked import gather_launch

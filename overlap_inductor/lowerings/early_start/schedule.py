@@ -92,7 +92,7 @@ class EarlyStart:
 
     def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
         """See ``SiteSchedule``. Each exchange starts before the attention, and its wait stays in its place. No node is
-        written at the insertion point."""
+        written at the insertion point of ``emit``."""
         nodes = nodes_of(site, HeldNodes)
         graph, attention = emit.graph, nodes.attention.node
         starts = []

@@ -86,7 +86,7 @@ def _gather(
         if gathered_used:
             outs.append(gathered.clone())
     except BaseException:
-        # Otherwise the peers would wait for permission to write into this workspace.
+        # Without ``end``, the peers would wait for permission to write into this workspace.
         fused.end(launch)
         raise
     fused.end(launch, outs)
@@ -144,7 +144,7 @@ def _contract(
         operand = side_by_side(received, launch.world_size)
         outs += [product(operand, b, bias) for b, bias in zip(rhs[1:], biases[1:], strict=True)]
     except BaseException:
-        # Otherwise the peers would wait for permission to write into this workspace.
+        # Without ``end``, the peers would wait for permission to write into this workspace.
         fused.end(launch)
         raise
     outs += [operand] if operand_used else []
@@ -234,8 +234,8 @@ define_gather("fused", fused_plan, functools.partial(_gather, "all_gather_matmul
 define_reductions("fused", fused_plan, _reduce)
 define_exchanges("fused", fused_plan, _send, functools.partial(_gather, "all_to_all_matmul"))
 define_contracted("fused", fused_plan, _contract)
-# The ops above for all-gathers and reductions, with epilogues that also read ``extras``. ``epilogues`` is what
-# ``epilogue_program.to_text`` makes of each result's epilogue or ``None``.
+# The ops below are like those above for all-gathers and reductions, but also compute epilogues that read ``extras``.
+# ``epilogues`` is what ``epilogue_program.to_text`` makes of each result's epilogue or ``None``.
 define(
     "fused_all_gather_matmul_epilogue(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used,"
     " Tensor[] extras, str epilogues, str settings, str group_name, str site) -> (Tensor[], Tensor)",

@@ -183,7 +183,7 @@ def _on_device(values: list[int], launch: Launch) -> torch.Tensor:
         return host.to(device, non_blocking=True)
     # The previous call has read its facts when this copy runs, because a rank's calls run one after the other.
     facts.memory.copy_(host, non_blocking=True)
-    # Set last, so that the next call copies again if this copy raises.
+    # ``values`` is set after the copy. So if the copy raises, the next call copies again.
     facts.values = values
     return facts.memory
 

@@ -80,7 +80,7 @@ def _saved(
 
 
 def _sent(pooled: Sequence[torch.Tensor], world_size: int, rows_first: bool) -> torch.Tensor:
-    """What the program sends: the results of all tables, a slot for each rank."""
+    """What the program sends: for each rank, the results of all tables for that rank's slice of the batch."""
     slots = torch.stack([p.view(world_size, -1, p.shape[-1]) for p in pooled], 2 if rows_first else 1)
     return slots.view(-1)
 

@@ -21,7 +21,7 @@ PIECES_A_BLOCK = 8
 
 @dataclass(frozen=True, eq=False)
 class TableParameters:
-    """The tunable parameters, compared by identity like ``FusedParameters``. None was tuned on a GPU.
+    """The tunable parameters, compared by identity like ``FusedParameters``. They were not tuned on a GPU.
 
     Attributes:
         blocks: the device's number of SMs.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define ops that run an all-to-all of equal slices and its matmuls. Otherwise they are like the ops of ``one_op.ops``.
+"""Define ops that run an all-to-all of equal slices and its matmuls. Except for their shapes, they
+are like the ops of ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): ``sent [W*m, K]`` has a slice of rows for each rank. The product ``lhs @ rhs`` has a
 slice of rows for each rank, or of columns if ``columns``. For a contraction, ``sent`` is ``[W*m, k]``. The slice that

@@ -106,7 +106,7 @@ class ReceivedRows(GatherRows):
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, ReceivedNodes)
-        # A program may send bits of one dtype as another dtype. The ring serves such a site.
+        # A program may send the bits of one dtype as another dtype. The ring serves such a site, but this op does not.
         read = {tools.dtype(c.operand_node) for c in nodes.consumers}
         return read == {tools.dtype(nodes.source)} and (super().loopable(site) or _all_contract(nodes))
 

@@ -29,8 +29,8 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 class RowsForm(Protocol):
     @property
     def turns(self) -> bool:
-        """For a site whose dim N is cut. True: the op computes the transposed product, and cuts rows. False: it cuts
-        columns."""
+        """How the op computes a site whose dim N is cut. True: the op computes the transposed product, and cuts its
+        rows. False: the op cuts the product's columns."""
         ...
 
     def served(self, site: OverlapSite) -> OverlapSite:

@@ -95,9 +95,10 @@ class OneOpSchedule:
 
     Attributes:
         plan: the schedule's plan module.
-        cost: estimated seconds of a site of these sizes.
-        pays: whether the schedule is estimated to be enough faster than ``keep``.
-        reach: why these ranks cannot run the schedule on this device; ``None`` if they can. Equal on all ranks.
+        cost: ``(sizes, machine) -> estimated seconds of a site``.
+        pays: ``(sizes, machine) -> whether the schedule is estimated to be faster than keep by enough``.
+        reach: ``(ranks, device) -> why the ranks cannot run the schedule on the device``; ``None`` if they can. All
+            ranks get the same answer.
         dynamic: True if the token count may be symbolic at compile time.
         needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)`` of
             a call's workspace slot; ``None`` if the schedule needs no workspace.
@@ -170,7 +171,7 @@ class OneOpSchedule:
         return None
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Does nothing: each call is one node."""
+        """Changes no decision: a site becomes too few nodes to matter for the graph's budget of nodes."""
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         if site.nodes.uneven_rows():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ring cuts and writes the gathers of keys and values before attention (``form.RingForm``)."""
+"""How the ring cuts the gathers of keys and values before attention, and writes its steps (``form.RingForm``)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class AttentionRing:
         return {"K": site.facts.collective.world_size}
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
-        """As ``form.RingForm``. Each shard has two slices with a view each, attention with two results, and nodes for
-        masks and merging. The ops of the hops come on top."""
+        """As ``form.RingForm``. The estimate has, for each shard, two slices with a view each, attention with two
+        results, and nodes for masks and merging. The ops of the hops are added."""
         world_size, attention = site.facts.collective.world_size, nodes_of(site, AttentionNodes).attention
         hiding = 8 if attention.is_causal else 4 if attention.hides_keys else 0
         return 8 + 2 * routes.hop_count(route, world_size, parts) + world_size * (16 + hiding)

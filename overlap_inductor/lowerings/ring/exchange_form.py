@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ring cuts and writes all-to-alls (``form.RingForm``). Each slice goes straight to its rank."""
+"""How the ring cuts sites with all-to-alls, and writes its steps (``form.RingForm``). Each slice goes straight to the
+rank that receives it."""
 
 from __future__ import annotations
 

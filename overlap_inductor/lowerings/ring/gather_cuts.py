@@ -11,7 +11,8 @@ from overlap_inductor.sites.layouts import Size
 
 
 def leading_atom(nodes: GatherNodes) -> Atom | None:
-    """The outermost dim of a shard in memory. A shard is cut along this dim, so that sub-chunks are contiguous."""
+    """The outermost atom of a shard in memory. (An atom is a dim, or a factor of a dim: ``layouts.Atom``.) A shard is
+    cut along this atom, so that sub-chunks are contiguous."""
     atoms = [a for a in nodes.raw.flat() if not a.rank]
     return atoms[0] if atoms else None
 
@@ -35,7 +36,7 @@ def axis_of(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | Non
         if any(a is lead for a in atoms):
             found = row_pieces.position(atoms, lead)
             # If the gathered dim is contracted, the pieces' results are added up. If another dim is gathered, each
-            # piece gives a part of the result. A cut through the contracted dim would then leave this part incomplete.
+            # piece gives a part of the result, and a cut through the contracted dim would leave this part incomplete.
             if found is None or found[0] == "cross" and consumer.matmul.role(consumer.operand, dim) == "K":
                 return None
             return found[0], dim, found[1]
@@ -43,7 +44,8 @@ def axis_of(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | Non
 
 
 def crossed_role(nodes: GatherNodes, consumer: GatherConsumer) -> str | None:
-    """The role of the matmul's dim that sub-chunks cut; ``None`` if it is the gathered dim, or no dim can be cut."""
+    """The role (``M``, ``N``, ``K`` or ``B``) of the matmul's dim that sub-chunks cut. ``None`` if this dim is the
+    gathered one, or if no dim can be cut."""
     lead = leading_atom(nodes)
     axis = axis_of(consumer, lead) if lead is not None else None
     return consumer.matmul.role(consumer.operand, axis[1]) if axis is not None and axis[0] == "cross" else None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the matmuls that read a gathered tensor, and their epilogue, for one piece of the tensor at a time.
 
-Contract: this rank's own shard comes first, as a whole or (``unrolled_bands``) in sub-chunks. The other pieces may come
-in any order. This rank is rank ``r``. These nodes are written for the shard of rank ``r + shift``, or a part of it::
+The caller brings this rank's own shard first, as a whole or (``unrolled_bands``) in sub-chunks. It may bring the other
+pieces in any order. This rank is rank ``r``. For the shard of rank ``r + shift``, or a part of it, these nodes are
+written::
 
     operand = f(piece)                       # the nodes between the collective and the matmul
     y[r + shift][part] = operand @ w         # B, M or N gathered: ``assemble`` joins the pieces of y
@@ -46,8 +47,8 @@ class Piece:
 
 
 class Consumer:
-    """Multiplies one consumer's pieces. If sub-chunks cut a dim of the operand other than the gathered one, that dim is
-    the *crossing dim*."""
+    """Writes the matmuls of one ``GatherConsumer``, one for each piece. If sub-chunks cut a dim of the operand other
+    than the gathered one, that dim is the *crossing dim*."""
 
     def __init__(self, emit: StepEmitter, consumer: GatherConsumer, lead: Atom | None) -> None:
         self.emit, self.consumer = emit, consumer

@@ -39,8 +39,8 @@ NODES = 10
 
 @dataclass(frozen=True)
 class _Shared:
-    """What all pieces read. ``places`` and ``ends`` (``sites.grouped``) have the same dtype. ``weights``: what the
-    pieces read instead of each grouped matmul's right operand."""
+    """What all pieces read. ``places`` and ``ends`` (``sites.grouped``) have the same dtype. ``weights``: ``{right
+    operand of a _grouped_mm: the node that the pieces read instead}``."""
 
     places: fx.Node
     ends: fx.Node
@@ -70,8 +70,8 @@ class GroupedRows:
         return _Shared(places, ends, weights)
 
     def piece(self, cut: matmuls.Slicer, dim: int, after: fx.Node | None) -> fx.Node:
-        """The rows that ``cut`` takes along dim ``dim`` of the result. They are computed after ``after``, the token of
-        the last send."""
+        """The rows that ``cut`` takes along dim ``dim`` of the result. ``after``: the token of the last send. The rows
+        are computed after this send."""
         emit, matmul, shared = self.emit, self.matmul, self._shared
         mine = cut(shared.places, dim)
         flat = emit.reshape(mine, [tools.numel(tools.shape(mine))])
@@ -110,8 +110,8 @@ class GroupedRows:
         return tools.shape(self.matmul.index.args[0])[0]
 
     def _computed_once(self, node: fx.Node) -> fx.Node:
-        """``node``. A vector or one column (for example the router's softmax) is written to memory once. Without this
-        copy, each piece might compute all of it again."""
+        """Returns ``node``, or a copy of it in memory if it is a vector or a single column. Without this copy, each
+        piece might compute all of ``node`` again."""
         shape = tools.shape(node)
         if len(shape) > 1 and not same_size(shape[1], 1):
             return node

@@ -25,7 +25,8 @@ overlap = torch.ops.overlap_inductor
 
 
 def computes_sent(nodes: SentNodes) -> bool:
-    """Whether the op can compute ``matmul -> all-to-all``: plain matmuls, biases that fit, slices of the same size."""
+    """Whether the op can compute ``matmul -> all-to-all``. It needs plain matmuls (``PLAIN``), biases that are one row
+    or have the result's shape, and slices of the same size."""
     biases = looped_reduce.biases_of(nodes)
     return (
         biases is not None

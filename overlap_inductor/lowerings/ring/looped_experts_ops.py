@@ -39,7 +39,8 @@ class Experts:
 
     Attributes:
         results: the results of all rows, in the order of ``arrived``.
-        handed_out: the values of ``RowProgram.handed_out``, in the order of the experts.
+        handed_out: the values that the program returns besides its results (``RowProgram.handed_out``), with rows in
+            the order of the experts.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Experts:
 
 
 def _outputs(arrived: torch.Tensor, program: RowProgram) -> Tensors:
-    """The results of all rows, then what the program hands out."""
+    """Empty tensors: one for the results of all rows, then one for each value of ``RowProgram.handed_out``."""
     sizes = [((program.width,), program.dtype), *((h.sizes, h.dtype) for h in program.handed_out)]
     return [arrived.new_empty(arrived.shape[0], *size, dtype=getattr(torch, dtype)) for size, dtype in sizes]
 
@@ -142,9 +143,9 @@ def _all_to_all_experts_fake(
     return buffer, results, handed_out, chain.new_empty(1)
 
 
-# Returns ``(buffer of the returned rows, results that are being sent, what the program hands out, next token of the
-# chain)``. ``sent``, ``received``: rows of the first exchange to and from each rank. ``parts``: pieces of each rank's
-# rows.
+# Returns ``(buffer of the returned rows, results that are being sent, values of RowProgram.handed_out, next token of
+# the chain)``. ``sent``, ``received``: rows of the first exchange to and from each rank. ``parts``: pieces of each
+# rank's rows.
 define(
     "all_to_all_experts(Tensor chain, Tensor x, Tensor index, Tensor ends, Tensor[] rows, Tensor[] whole, str program,"
     " SymInt[] sent, SymInt[] received, int parts, str group_name, str site, str transport='') -> (Tensor, Tensor,"

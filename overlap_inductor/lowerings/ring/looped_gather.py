@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a gather as the looping op of ``looped_gather_ops``: choose the sites, lay out operands and results.
 
-The op sees each shard as one matrix in the collective's order, and computes in the ranks' order. If the gathered dim
-has the order ``[outer, rank, chunk]``, indices are permuted:
+The op sees each shard as one matrix, whose elements are in the collective's order. The op joins shards in the order of
+the ranks. If the gathered dim has the order ``[outer, rank, chunk]`` instead, its indices are permuted:
 
 - contracted dim: in the other operand, before the op;
 - other dim: in the result, after the op.
@@ -39,7 +39,7 @@ overlap = torch.ops.overlap_inductor
 
 def forms_of(nodes: GatherNodes) -> list[Form] | None:
     """How each matmul reads the ranks' shards; ``None`` if the op cannot compute this site."""
-    # A shard of one row or one column can be read in two ways. Prefer a way with sub-chunks.
+    # A shard of one row or one column can be read plain or transposed. Prefer a way that does not need whole shards.
     return min(_ways(nodes), key=lambda forms: any(f.whole for f in forms), default=None)
 
 

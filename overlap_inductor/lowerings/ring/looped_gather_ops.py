@@ -96,9 +96,9 @@ class Matmul:
     """Computes one matmul's result slice by slice. The first call of ``add`` must bring a whole shard.
 
     Args:
-        received: the buffer of all shards, ``[rows of all slots, k]``.
-        places: the rows of each slot in ``received`` (``routes.places``). Unless ``form.by_rows``, slots are equally
-            large.
+        received: the buffer of all shards, ``[rows of all shards, k]``.
+        places: the rows of each rank's shard in ``received`` (``routes.places``). Unless ``form.by_rows``, all shards
+            have the same number of rows.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ def multiply_arrivals(
     for step, distances in enumerate(routes.distances(route, world_size)):
         for part in range(parts):
             hop = step * parts + part
-            # Without an exchange, the shards have no elements. Then results are empty, zeros or the bias.
+            # Without an exchange, the shards have no elements, and each result is empty, zeros or its bias.
             if exchange is not None:
                 exchange.wait(hop)
                 if hop + parts < exchange.hop_count:
@@ -273,9 +273,9 @@ def _all_gather_matmul_fake(
     return outs, shard.new_empty(world_size * shard.shape[0], shard.shape[1]), chain.new_empty(1)
 
 
-# Returns ``(results, gathered [W * m, k], next token of the chain)``. ``others``: the matmuls' other operands. The
-# gathered dim is in the ranks' order: in ``others`` if contracted, else in the results. ``parts``: sub-chunks of a
-# shard. ``min_rows``: with fewer gathered rows, the plain collective runs.
+# Returns ``(results, gathered [W * m, k], next token of the chain)``. ``others``: the matmuls' other operands. If the
+# gathered dim is contracted, it is in the ranks' order in ``others``. Otherwise it is in the ranks' order in the
+# results. ``parts``: sub-chunks of a shard. ``min_rows``: with fewer gathered rows, the plain collective runs.
 define(
     "all_gather_matmul(Tensor chain, Tensor shard, Tensor[] others, Tensor?[] biases, str forms, int parts, SymInt"
     " min_rows, str route, str group_name, str site, str transport='') -> (Tensor[], Tensor, Tensor)",

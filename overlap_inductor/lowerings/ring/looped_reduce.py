@@ -70,8 +70,8 @@ def _before_cast(node: fx.Node, nodes: ReduceNodes) -> fx.Node:
 
 
 def chooses_at_run_time(pattern: str, nodes: ReduceNodes) -> bool:
-    """Whether a looping op computes this site and knows the token count from its rows. If so, it can run the plain
-    collective for few tokens."""
+    """Whether a looping op computes this site, and ranks' parts are rows. If so, the op knows the token count, and can
+    run the plain collective for few tokens."""
     return computes(pattern, nodes) and nodes.sharded.dim == 0
 
 

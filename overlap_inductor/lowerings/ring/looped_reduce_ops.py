@@ -27,7 +27,8 @@ from overlap_inductor.transports import routes
 
 Tensors = list[torch.Tensor]
 Rows = Callable[[slice], torch.Tensor]
-"""Computes some rows of the tensor that the ring moves, contiguous, in the tensor's dtype."""
+"""Returns a slice of the rows of the tensor that the ring moves. The result is contiguous and has this tensor's
+dtype."""
 
 
 def _cut(bias: torch.Tensor | None, rows: slice) -> torch.Tensor | None:

@@ -168,8 +168,8 @@ def _exchange_send(
     return started
 
 
-# Starts hop ``hop``, which sends ``piece``. The next matmul is ordered after the returned token (``after``). Otherwise
-# Inductor may run every matmul before the first send.
+# Starts hop ``hop``, which sends ``piece``. Op ``after`` orders the next matmul after the returned token. Without this
+# order, Inductor may run every matmul before the first send.
 define(
     "exchange_send(Tensor(a!) chain, Tensor(b!) buffer, Tensor piece, SymInt[] bounds, int hop, str route, "
     "str group_name, str site) -> Tensor",
@@ -246,8 +246,8 @@ def _exchange_wait(
     return done
 
 
-# Waits for ``hops``. ``sent``: the pieces that these hops send, kept alive until now, and tensors to compute before the
-# wait. ``computed``: as in ``gather_step``.
+# Waits for ``hops``. ``sent``: tensors that are computed before this wait. Among them are the pieces that these hops
+# send, because the pieces must stay alive until the hops have ended. ``computed``: as in ``gather_step``.
 define(
     "exchange_wait(Tensor(a!) chain, Tensor(b!) buffer, Tensor[] sent, SymInt[] bounds, int[] hops, str route, "
     "str group_name, str site, Tensor[]? computed=None) -> Tensor",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ring cuts and writes matmuls whose result is scattered, reduced or gathered (``form.RingForm``)."""
+"""How the ring cuts matmuls whose result is scattered, reduced or gathered, and writes its steps
+(``form.RingForm``)."""
 
 from __future__ import annotations
 
@@ -85,8 +86,9 @@ class ReduceRing:
         return loop.rewrite(emit, site.facts.pattern, nodes, parts, floor)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """As ``SiteNodes.cut``, whose words are text that ranks compare. If the scattered rows are not in front, a
-        looping reduction first moves them there. The words then end with ``" rows in front"``."""
+        """Returns ``(sizes, words)``, as ``SiteNodes.cut``. The words are text that ranks compare. A looping reduction
+        moves scattered rows to the front if they are not there already. If so, the words end with ``" rows in
+        front"``."""
         nodes = nodes_of(site, ReduceNodes)
         sizes, words = nodes.cut()
         outer = nodes.sharded.outer

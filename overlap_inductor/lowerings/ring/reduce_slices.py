@@ -3,7 +3,7 @@
 
     t = add(mm(x, w), mm(y, v))        ->        slice i: add(mm(x[i], w), mm(y[i], v))
 
-A slice is one rank's slice, a part of a rank's slice, or some rows.
+A slice is the part of the input that goes to one rank, a piece of such a part, or some rows of the input.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Cuts = dict[int, matmuls.Slicer]
 
 
 class Slices:
-    """Computes slices of the collective's input, in the matmuls' own layout. The next matmul is ordered after
-    ``after``, the token of the last send."""
+    """Computes slices of the collective's input, in the matmuls' own layout. Attribute ``after`` is the token of the
+    last send. The next matmul runs after this send."""
 
     def __init__(self, emit: StepEmitter, nodes: ReduceNodes) -> None:
         self.emit, self.nodes = emit, nodes
@@ -71,8 +71,9 @@ class Slices:
         return self.in_memory(total)
 
     def in_memory(self, piece: fx.Node) -> fx.Node:
-        """``piece``, written to memory once. Otherwise the op that waits for the piece's hop could get a second copy,
-        computed again. The op would keep only this copy alive, and the memory that is being sent could be reused."""
+        """Returns ``piece`` as a tensor that is written to memory only once. If it were computed again, the op that
+        waits for the piece's hop could get this second tensor. The op would then keep only the second tensor alive, and
+        the memory that is being sent could be reused."""
         if piece.target is overlap.after.default or piece.target in matmuls.KINDS:
             return piece  # Inductor never inlines a matmul into the kernel that reads it.
         return self.emit.call(overlap.after.default, piece, self.after or self.emit.chain)

@@ -40,10 +40,10 @@ from overlap_inductor.transports.transport import Exchanges
 
 
 class RingSchedule:
-    """See ``SiteSchedule``. A ring computes every legal site of its patterns whose group the transport can serve,
-    except:
+    """See ``SiteSchedule``. A ring computes each legal site of its patterns, if the transport can serve the site's
+    group. Exceptions are:
 
-    - int8 matmuls on a GPU whose pieces ``torch._int_mm`` may be unable to multiply;
+    - on a GPU, int8 matmuls whose pieces ``torch._int_mm`` may be unable to multiply;
     - sites that ``fit_budget`` refuses.
     """
 

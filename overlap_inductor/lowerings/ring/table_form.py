@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ring cuts and writes all-to-alls beside embedding tables (``form.RingForm``). Each block
-(``sites.lookup_nodes``) goes straight to its rank."""
+"""How the ring cuts sites ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables``, and writes its steps
+(``form.RingForm``). Each block (``sites.lookup_nodes``) goes straight to the rank that receives it."""
 
 from __future__ import annotations
 

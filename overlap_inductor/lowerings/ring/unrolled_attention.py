@@ -72,7 +72,8 @@ def _attend(emit: StepEmitter, nodes: AttentionNodes, buffers: Buffers, shift: i
     results = emit.call(nodes.attention.node.target, *args, **kwargs)
     output, log_sum_exp = emit.call(getitem, results, 0), _sums(emit, nodes, emit.call(getitem, results, 1))
     if sees_none is not None:
-        # For such queries, the op may return another log-sum-exp, such as 0. With -inf, these keys get no weight.
+        # For queries that see none of these keys, the op may return another log-sum-exp, such as 0. With -inf, the
+        # keys get no weight.
         log_sum_exp = emit.call(aten.where.ScalarSelf, sees_none, -math.inf, log_sum_exp)
         if not nodes.attention.hidden_is_zero:
             rows = emit.call(aten.unsqueeze.default, sees_none, -1)

@@ -4,7 +4,7 @@
 Each hop sends a slice, or a part of a slice, straight to the rank that needs it.
 
 Slices travel under the matmuls of later slices, and under the ops before the program's wait (arXiv:2305.06942, section
-3; CommFuse 1.5 and 1.6). ``r``: the rank::
+3; CommFuse, arXiv 2604.24013, sections 1.5 and 1.6). ``r``: the rank::
 
     for i in 1 .. W-1, part: p = slice(r + i)[part]; send p to rank r + i
     received[r] = slice(r)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write ``all-gather -> matmul(s)`` as a ring of unrolled steps, whose hops run under the matmuls (CommFuse Alg. 1).
+"""Write ``all-gather -> matmul(s)`` as a ring of unrolled steps, whose hops run under the matmuls (CommFuse, arXiv
+2604.24013, algorithm 1).
 
 The gathered tensor is one buffer in the collective's own layout, so its other users can read it. A step multiplies one
 sub-chunk while later sub-chunks travel. ``r``: the rank; ``f``: the ops between gather and matmul::

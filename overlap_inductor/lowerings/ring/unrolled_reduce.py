@@ -4,8 +4,8 @@
 Slices of the collective's input are computed in the order in which they are sent, this rank's own slice last. The
 matmul of the own slice can hide the last transfer. Below, ``r`` is the rank.
 
-Reduce-scatter, route ``owner`` (CommFuse Fig. 8b). Numerics ``preserve``: each partial sum travels once in the
-collective's dtype and is added once, in at least fp32::
+Reduce-scatter, route ``owner`` (CommFuse, arXiv 2604.24013, Fig. 8b). Numerics ``preserve``: each partial sum travels
+once in the collective's dtype and is added once, in at least fp32::
 
     for i in 0 .. W-2, part: p = slice(r + 1 + i)[part]; send p to rank r + 1 + i
     own = slice(r); wait; out = own + sum(received)

@@ -44,7 +44,8 @@ def all_reduce(
         out: tensor for the result, like ``product``.
 
     Raises:
-        UnsupportedError: the kernel does not support a dtype, size or layout, or the slot is too small.
+        UnsupportedError: the kernel does not support a dtype, size or layout, or ``launch.slot``, the symmetric memory
+            for the call, is too small.
         TransferError: an earlier call of the group gave up waiting, or was aborted.
     """
     launch.faults.check()

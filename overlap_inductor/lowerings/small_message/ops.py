@@ -35,7 +35,7 @@ def _ready(
 ) -> tuple[Launch, SmallParameters] | None:
     """Where and how the site's kernel runs, or ``None`` if this call does not run it."""
     rows, columns = lhs.shape[0], rhs.shape[1]
-    # Checked by size, because a call that is too large for the kernel may still fit into the slot.
+    # The size is checked here, because a call that is too large for the kernel may still fit into the workspace.
     if rows == 0 or why_not(lhs.dtype, group.size(), rows, columns) is not None:
         return None
     sizes, place = (group.size(), rows, columns, lhs.element_size()), workspace_of(group, lhs.device)

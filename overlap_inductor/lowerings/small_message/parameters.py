@@ -16,7 +16,8 @@ LEG_BYTES = 650_000
 """Bytes that a GPU sends in the fixed time of a second leg, about 2 us (4 and 8 H200s,
 bench/results/small_message.jsonl)."""
 LIMIT_BYTES = 8 << 20
-"""Bytes of the largest all-reduce. For larger ones, schedules that hide transfers are faster."""
+"""Bytes of the largest all-reduce that the kernel computes. For larger ones, schedules that hide transfers are
+faster."""
 MOST_COLUMNS = 16384
 """Elements of the longest row that a block normalises in its registers."""
 SHORT_ROW = 8192
@@ -24,8 +25,8 @@ SHORT_ROW = 8192
 MOST_RANKS = 16
 """Largest group: one block waits for the flags of all ranks."""
 BLOCKS = 128
-"""Segments are halved, down to a smallest width, if the call then needs at most this many blocks (about one for each
-SM)."""
+"""Segments (the columns that a block sends) are halved only if the call needs at most this many blocks with the halved
+segments. This is about one block for each SM."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,8 @@ class SmallParameters:
     """The tunable parameters, compared by identity like ``FusedParameters``.
 
     Attributes:
-        two_shot: each row is summed by its owner, who sends the sum. Otherwise every rank sums every row.
+        two_shot: if true, each row is summed by one rank, the row's owner, which sends the sum. If false, every rank
+            sums every row.
         segment: columns that a block sends, a power of two.
         warps: warps of a block.
         replays: a repeated call, matmul included, is one launch of a CUDA graph (``runtime.replay``).
@@ -87,7 +89,7 @@ def units(parameters: SmallParameters, world_size: int, rows: int, columns: int)
 def needed(
     parameters: SmallParameters, world_size: int, rows: int, columns: int, itemsize: int
 ) -> tuple[int, int, str]:
-    """``(bytes, signals, protocol)`` that a call needs in its slot."""
+    """``(bytes, signals, protocol)`` of the symmetric memory that a call needs."""
     groups = -(-rows // world_size)
     held = world_size * groups + rows if parameters.two_shot else world_size * rows
     half = -(-held * columns * itemsize // 128) * 128

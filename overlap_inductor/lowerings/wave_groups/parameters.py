@@ -10,8 +10,8 @@ by its bytes. ::
     matmul        | group 0 | group 1      | group 2      |
     collectives             | bytes of 0 |   | bytes of 1 | | bytes of 2 |
 
-The paper searches all partitions of the waves. Here the search is dynamic programming over (groups, bands), and finds
-the best of all ``partitions``. The reason: an earlier end of one collective never delays a later collective. So the
+The paper searches all partitions of the waves. This module searches by dynamic programming over (groups, bands), and
+still finds the best of all ``partitions``. An earlier end of one collective never delays a later collective. So the
 best partition of the first bands does not depend on the bands after them.
 """
 

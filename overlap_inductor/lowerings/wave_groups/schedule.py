@@ -18,7 +18,7 @@ WAVE_GROUPS = OneOpSchedule(
     cost=cost.seconds,
     pays=cost.pays,
     reach=lambda ranks, device: symmetric.why_no_kernels(device),
-    # Otherwise each new size would be measured at its first call.
+    # With sizes that change from call to call, each new size would be measured at its first call.
     dynamic=False,
     ops=("overlap_inductor.lowerings.wave_groups.ops",),
 )

@@ -221,8 +221,9 @@ class _DisjointSets:
 
 
 def gather_less(stretch: Stretch) -> None:
-    """Gather the inputs of a node in place of its result if this moves fewer bytes. For a view, equal bytes suffice.
-    The node is then computed with all rows. If another node reads its rows, the node is computed on rows too::
+    """Gather the inputs of a node in place of its result if this moves fewer bytes. For a view, equal bytes suffice. A
+    node whose inputs are gathered is computed with all rows. If another node reads its rows, it is also computed on
+    rows::
 
         c = cast(x) to fp32; mm(c, w)               ->   gather x in place of c, and cast all rows
         three views of n, each read by a matmul     ->   gather n once, in place of the three views

@@ -243,7 +243,7 @@ _ON_DIM = {aten.slice.Tensor, aten.select.int, *tools.SPLITS}
 
 def _may_be_own_part(node: fx.Node, dim: int, world_size: int) -> bool:
     """Whether ``node`` may take the rank's own part of ``dim``: it takes one of ``world_size`` equal parts, and some
-    part is never read. The ranks' rows would then hold different features."""
+    part is never read. If each rank took its own part, the ranks' rows would hold different features."""
     source: Any = node.args[0]
     size = tools.shape(source)[dim]
     if node.target in tools.SPLITS:

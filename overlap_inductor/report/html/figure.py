@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Place a sketch's bars on a page: in per cent of the axis, with ticks, totals and a caption."""
+"""Place the bars of a sketch (two timelines of one site) on a page, in per cent of the axis. Add ticks, totals and
+notes."""
 
 from __future__ import annotations
 

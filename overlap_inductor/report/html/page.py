@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``index.html`` of one graph: ``report.txt`` without tracebacks, with the timelines and the graph before and after."""
+"""``index.html`` of one graph: what ``report.txt`` says (except tracebacks), the timelines, and the graph's text before
+and after the pass."""
 
 from __future__ import annotations
 

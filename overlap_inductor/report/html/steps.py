@@ -3,8 +3,8 @@
 transfer. The arguments are:
 
 - ``matmul``, ``transfer``: microseconds of each as a whole, or 1 each without an estimate.
-- ``world_size``: ranks, at least 2.
-- ``parts``: sub-chunks of a shard, or bands of a result, at least 1.
+- ``world_size``: number of ranks, at least 2.
+- ``parts``: number of sub-chunks of a shard, or of bands of a result, at least 1.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def beside_gather(matmul: float, transfer: float) -> list[Bar]:
 
 
 def gather(matmul: float, transfer: float, world_size: int, parts: int) -> list[Bar]:
-    """Gather, then matmul. The own shard is multiplied while other sub-chunks arrive, then each sub-chunk that has
-    arrived."""
+    """A site ``gather -> matmul``. The own shard is multiplied while sub-chunks of other shards arrive. Each of these
+    sub-chunks is multiplied after it has arrived."""
     hops = (world_size - 1) * parts
     hop, step = transfer / hops, matmul / (world_size * parts)
     bars = [Bar("transfer", i * hop, (i + 1) * hop, f"sub-chunk {i + 1}/{hops} arrives") for i in range(hops)]
@@ -81,8 +81,8 @@ def gather(matmul: float, transfer: float, world_size: int, parts: int) -> list[
 
 
 def reduce(matmul: float, transfer: float, world_size: int, parts: int, what: str) -> list[Bar]:
-    """Matmul, then reduce-scatter or all-to-all. Each slice for another rank is sent while the next one is multiplied.
-    ``what``: the label of a transfer, with ``{}`` for its number."""
+    """A site ``matmul -> reduce-scatter`` or ``matmul -> all-to-all``. Each slice for another rank is sent while
+    the next one is multiplied. ``what``: the label of a transfer, with ``{}`` for its number."""
     hops = (world_size - 1) * parts
     hop, step = transfer / hops, matmul / (world_size * parts)
     bars: list[Bar] = []
@@ -97,7 +97,7 @@ def reduce(matmul: float, transfer: float, world_size: int, parts: int, what: st
 
 
 def reduce_and_give_back(matmul: float, transfer: float, world_size: int, parts: int) -> list[Bar]:
-    """Matmul, then all-reduce, band by band. A band's sum is sent to all ranks while the next band is multiplied."""
+    """A site ``matmul -> all-reduce`` in bands. A band's sum is sent to all ranks while the next band is multiplied."""
     step = matmul / (world_size * parts)
     hop = transfer / (2 * (world_size - 1) * parts)
     bars: list[Bar] = []
@@ -117,7 +117,7 @@ def reduce_and_give_back(matmul: float, transfer: float, world_size: int, parts:
 
 
 def bands(matmul: float, transfer: float, parts: int) -> list[Bar]:
-    """Matmul, then all-gather. A band of the result is sent to all ranks while the next band is multiplied."""
+    """A site ``matmul -> all-gather``. A band of the result is sent to all ranks while the next band is multiplied."""
     bars: list[Bar] = []
     now = free = 0.0
     for i in range(1, parts + 1):

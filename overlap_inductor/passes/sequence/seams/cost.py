@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimate the time of a seam as two rings one after the other, and in bands.
+"""Estimate how long a seam takes as two rings, one after the other, and how long it takes in bands.
 
 Two clocks, of the matmuls and of the link, step through the sends, matmuls and waits of both sites. The link carries
 one piece at a time. Of the token-wise work, only launches and copies that bands add are counted.
@@ -22,7 +22,8 @@ from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.torch_compat import operators
 
 MARGIN = 1.05
-"""With schedule ``auto``, the two rings must be estimated to take more than this many times the time in bands."""
+"""With schedule ``auto``, two rings must be estimated to take more than ``MARGIN`` times as long as bands. Else
+the seam gets no bands."""
 LAUNCHES = 2
 """Launches of token-wise kernels that each band but the first adds, each at the fixed cost of a hop. A residual and a
 norm become about two kernels."""
@@ -38,9 +39,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Saved:
-    """What bands save.
+    """The estimates for a seam in bands.
 
     Attributes:
+        pays: whether two rings take more than ``MARGIN`` times as long.
         total: seconds of both sites in bands.
         scatter, gather: seconds saved at each site; negative if bands cost time.
     """
@@ -73,8 +75,8 @@ class Clocks:
 
 
 def in_turn(scatter: Work, gather: Work, world_size: int, parts: Sequence[int]) -> Clocks:
-    """The clocks after both sites, if the gather starts after the whole scatter. ``parts``: each site's sub-chunks of a
-    shard."""
+    """The clocks after both sites, if the gather starts after the whole scatter. ``parts``: for the scatter and the
+    gather, into how many sub-chunks a shard is cut."""
     clocks, (sent, received) = Clocks(), [(world_size - 1) * n for n in parts]
     arrivals = []
     for _ in range(sent):

@@ -27,7 +27,7 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
     must fit into what unrolled rings and earlier seams have left of ``step_node_budget``.
 
     Args:
-        uncut: the ids of the two sites of each seam that must not be cut, because writing it has failed.
+        uncut: the ids of the two sites of each seam that gets no bands, because writing it in bands has failed.
     """
     rings = [s for s in sites if s.decision.moving.parameters.get("unrolled")]
     left = config.step_node_budget - sum(unrolled_nodes(s) or 0 for s in rings)
@@ -54,10 +54,9 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
 def added_nodes(seam: Seam, bands: int) -> int:
     """Estimated number of FX nodes that bands add:
 
-    - the nodes of the region, for each band but the first;
-    - slices of other tensors that the region reads;
-    - the gather's steps for more pieces of this rank's own rows;
-    - the steps of sub-chunks that the sites' own plans lack;
+    - for each band but the first: the nodes of the region, and slices of other tensors that the region reads;
+    - for each band but the first: the gather's steps for a piece of this rank's own rows;
+    - the sites' additional steps, if their own plans have fewer sub-chunks than ``bands``;
     - the nodes that join bands.
 
     An op of the region may exist on one rank only, and all ranks should decide alike. So the number of the region's

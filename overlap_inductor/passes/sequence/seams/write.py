@@ -123,8 +123,9 @@ def _write(steps: _Steps, parts: dict[fx.Node, list[fx.Node]], values: StepValue
             wait.args = (*wait.args, own[band - 1])
             mark(wait)
         writer = _BandWriter(steps, band, parts, values, {*region})
-        # A part that is also read elsewhere is stored by the band's own kernel. If it were not stored, each kernel that
-        # reads it might compute it anew. The band's partial sums would then stay in memory.
+        # If nodes outside the region also read a tensor, the kernel of each band stores its part of the tensor. If the
+        # part were not stored, each kernel that reads it might compute it anew. The band's partial sums would then stay
+        # in memory.
         with steps.graph.inserting_before(before):
             if steps.rows in kept:
                 parts[steps.rows][band] = writer.stored(parts[steps.rows][band], steps.waits[band])
@@ -145,8 +146,8 @@ def _give_whole(
     parts: dict[fx.Node, list[fx.Node]],
     values: StepValues,
 ) -> None:
-    """After the last send, join the bands of each node of ``region`` that nodes outside read. ``readers`` move there,
-    too."""
+    """After the last send, join the bands of each node of ``region`` that nodes outside read. Then move
+    ``readers``, the nodes outside that are computed from the scattered rows, behind the joined bands."""
     inside, last = set(region), steps.sends[-1]
     behind = last.next
     behind.prepend(steps.rows)
@@ -206,8 +207,8 @@ def _results(nodes: list[fx.Node]) -> list[fx.Node]:
 
 
 def _only_source(node: fx.Node) -> fx.Node | None:
-    """The only tensor that ``node`` reads, if ``node`` is elementwise and this tensor has its shape. ``None`` if
-    ``node`` is computed otherwise, or draws random numbers."""
+    """The only tensor that ``node`` reads, if ``node`` is elementwise, has the shape of this tensor and draws no random
+    numbers. Else ``None``."""
     sources = node.all_input_nodes
     random = operators.has_tag(node, torch.Tag.nondeterministic_seeded)
     if len(sources) != 1 or random or not tools.is_pointwise(node) or sources[0] not in node.args:
@@ -224,8 +225,8 @@ def _call(graph: fx.Graph, like: fx.Node, values: StepValues, target: Any, *args
 
 
 class _BandWriter:
-    """Writes the token-wise work of one band. Implements ``rules.Writer``. ``parts``: the bands of each tensor written
-    so far. ``inside``: the nodes that are computed in bands."""
+    """Writes the token-wise work of one band. Implements ``rules.Writer``. ``parts``: for each tensor, its bands that
+    were already written. ``inside``: the nodes that are computed in bands."""
 
     def __init__(
         self,
