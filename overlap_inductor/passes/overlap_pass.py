@@ -50,6 +50,7 @@ from overlap_inductor.passes.choose import find_and_choose
 from overlap_inductor.passes.graph_text import readable
 from overlap_inductor.passes.rewrite import Rewriter
 from overlap_inductor.passes.sequence.seams.join import join
+from overlap_inductor.passes.snapshot import Snapshot
 from overlap_inductor.passes.snapshot import not_in_bands
 from overlap_inductor.passes.snapshot import rewrite_or_restore
 from overlap_inductor.report.failure import BUG_REPORT
@@ -111,7 +112,25 @@ def _find_and_rewrite(
     sequence_parallel.note_divided(graph)
     fused_sums.take_apart(graph)
     outcome = _choose_and_rewrite(graph, config, about["phase"], refusal)
-    fused_sums.put_back(graph)
+    try:
+        fused_sums.put_back(graph)
+        return _report(graph, config, about, outcome, before, stretches, failed)
+    except Exception:
+        # The report of the failure will say that nothing is overlapped, and its plan is compared with other ranks'.
+        if outcome.snapshot is not None:
+            outcome.snapshot.restore()
+        raise
+
+
+def _report(
+    graph: fx.Graph,
+    config: OverlapConfig,
+    about: dict[str, Any],
+    outcome: _Outcome,
+    before: str,
+    stretches: list[Any],
+    failed: list[Failure],
+) -> OverlapReport:
     sites = outcome.choice.sites
     return OverlapReport(
         **about,
@@ -141,11 +160,13 @@ class _Rewritten:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """``rewritten``: ``None`` if the graph runs as written. ``failures``: rewrites that failed and were undone."""
+    """``rewritten``: ``None`` if the graph runs as written. ``failures``: rewrites that failed and were undone.
+    ``snapshot``: the graph before the rewrite that succeeded."""
 
     choice: Choice
     rewritten: _Rewritten | None
     failures: list[Failure]
+    snapshot: Snapshot | None = None
 
 
 def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None) -> _Outcome:
@@ -161,9 +182,10 @@ def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refu
             return _Outcome(choice, None, failures)
         # Both functions read the sites' nodes, which the rewrite erases.
         workspaces, requests = planner.workspace_bytes(choice.chosen), planner.workspace(choice.chosen)
-        written = rewrite_or_restore(graph, choice.chosen, Rewriter(graph, config, seams))
+        snapshot = Snapshot(graph)
+        written = rewrite_or_restore(snapshot, choice.chosen, Rewriter(graph, config, seams))
         if not isinstance(written, Failure):
-            return _Outcome(choice, _Rewritten(*written, workspaces, requests), failures)
+            return _Outcome(choice, _Rewritten(*written, workspaces, requests), failures, snapshot)
         failures.append(written)
 
 

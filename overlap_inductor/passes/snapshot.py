@@ -18,15 +18,14 @@ log = logging.getLogger("overlap_inductor")
 
 
 def rewrite_or_restore(
-    graph: fx.Graph, chosen: list[DecidedSite], rewriter: Rewriter
+    snapshot: Snapshot, chosen: list[DecidedSite], rewriter: Rewriter
 ) -> tuple[ExchangePlan, list[str]] | Failure:
-    """Rewrite ``chosen``; if that fails, restore the graph.
+    """Rewrite ``chosen``; if that fails, restore the graph from ``snapshot``.
 
     Returns:
         What ``Rewriter.apply`` returns, or the failure. The failure names the failed site, the two sites of the failed
         seam (stage ``seam``), or all sites.
     """
-    snapshot = Snapshot(graph)
     try:
         return rewriter.apply(chosen)
     except Exception as error:  # noqa: BLE001  (the model must compile in any case; the report names the error)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from torch import fx
 
 from overlap_inductor.errors import StrictError
 from overlap_inductor.passes import overlap_pass
@@ -35,6 +36,24 @@ def test_a_failing_pass_does_not_fail_the_compile(monkeypatch: pytest.MonkeyPatc
         strict = made.run(mode="strict")
         with pytest.raises(StrictError, match="(?s)ZeroDivisionError.*overlap-inductor bugreport"):
             publish.activate(strict)
+
+
+def test_a_pass_that_fails_after_the_rewrite_undoes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report says that nothing is overlapped, and other ranks compare its plan. So the graph must not overlap."""
+    shown = overlap_pass.readable
+
+    def fails_if_rewritten(graph: fx.Graph) -> str:
+        assert not any("overlap_inductor" in str(node.target) for node in graph.nodes)
+        return shown(graph)
+
+    with fake_group(2):
+        made = HandGraph()
+        made.output(made.mm(made.gather(made.input(4, 16)), made.input(16, 8, name="w")))
+        before = made.text()
+        monkeypatch.setattr(overlap_pass, "readable", fails_if_rewritten)
+        report = made.run(schedule="ring")
+        assert made.text() == before == report.before == report.after
+    assert report.failures[0].stage == "pass" and report.sites == []
 
 
 def test_a_graph_that_cannot_be_shown_still_has_a_report_of_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
