@@ -12,8 +12,9 @@ Forms of a layer (``bench.support.experts``), with equally many rows for every e
   experts and back.
 
 Before and after the timing, each result is compared with that of the uncompiled layer. A wrong result ends the
-benchmark. The collectives that move tokens are also timed without the rest of the layer (``transfers``). A JSON row
-holds each call's time with the host hidden and in the loop (``bench.timing``).
+benchmark. The collectives that move tokens are also timed without the rest of the layer (``transfers``). The JSON row
+of a case has the times of each schedule, of ``keep`` and of ``transfers``. Each is timed with the host hidden and with
+the host in the loop (``bench.timing``).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[8192, 16384, 32768],
-        help="tokens of the layer, which dispatched ranks divide among themselves",
+        help="tokens of the layer; in form dispatched, the ranks divide the tokens",
     )
     parser.add_argument("--schedules", nargs="*", default=["ring", "auto"], choices=["ring", "auto"])
     parser.add_argument("--repeats", type=int, default=20)
@@ -81,7 +82,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def made(
     form: str, sizes: ExpertSizes, tokens: int, device: torch.device
 ) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], Callable[[], Any]]:
-    """This rank's layer, the layer's inputs, and a function that makes only the layer's transfers."""
+    """This rank's layer, the layer's inputs, and a function that runs only the layer's transfers."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dispatched = form == "dispatched"
     own = tokens // world_size if dispatched else tokens

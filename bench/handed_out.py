@@ -3,8 +3,8 @@
 
     torchrun --nproc-per-node 2 -m bench.handed_out [--tokens 2048 8192] --out bench/results/handed_out.jsonl
 
-The gathered tensor ``[tokens, 8192]`` is multiplied by three weights of 4096 columns each (q, k and v). These calls are
-timed in turn::
+The gathered tensor ``[tokens, 8192]`` is multiplied by three weights of 4096 columns each (q, k and v). Each round
+times each of these calls once::
 
     keep                   NCCL's all-gather, then three matmuls; the gathered tensor is always produced
     chunked                the op of chunked

@@ -7,8 +7,8 @@ The models are an unchanged Hugging Face Llama, and sequence-parallel MLP blocks
     torchrun --nproc-per-node 8 -m bench.layers --device cuda
 
 Each variant of a program (``bench.layer_variants``), except ``no collectives``, is compared with the eager program in
-fp32 on random data. The variants are then timed in turn. Times are milliseconds of a step: median, 20th and 80th
-percentile, each the maximum over ranks.
+fp32 on random data. The variants are then timed in rounds, and each round takes one sample of every variant. Times are
+milliseconds of a step: median, 20th and 80th percentile, each the maximum over ranks.
 
 Variant ``no collectives`` has local ops in place of collectives. It shows the time without transfers; its results are
 wrong. Variants with overlap may be even faster, because the sequence-parallel rewrite divides token-wise work among the

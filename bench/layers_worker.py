@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of ``bench.layers``: compile, compare, then time every variant of a program in turn."""
+"""One rank of ``bench.layers``. For each program, it compiles every variant, and compares the variant's results with
+those of the eager program in fp32. Then it times the variants, whose steps take turns."""
 
 from __future__ import annotations
 
@@ -251,7 +252,8 @@ def run(settings: Settings, folder: Path, where: Mapping[str, Any]) -> Iterator[
 
 
 def main() -> None:
-    """Run one rank on a slow link. Rank 0 writes each row to standard output, as a line of JSON."""
+    """Run one of the processes that ``bench.layers`` starts for ranks on a slow link. Rank 0 writes each row to
+    standard output, as a line of JSON."""
     settings, folder = Settings.from_json(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -38,7 +38,8 @@ def measure(
     seconds: float,
     where: Mapping[str, Any],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yields the rows of each setting. All ranks call this together.
+    """Yields the rows of each of ``settings``: ``hidden`` or ``compiled`` (``bench.providers``). All ranks call this
+    together.
 
     Raises:
         WrongResult: a provider's result is wrong. All ranks raise it, and it names the provider.

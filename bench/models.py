@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time a whole model under plain ``torch.compile`` and with schedule ``auto``, in turn.
+"""Time a whole model under plain ``torch.compile`` and with schedule ``auto``. Each round times both, in random order.
 
 The model is an unchanged Hugging Face Llama with the layer shapes of llama3-70b.
 
@@ -46,7 +46,7 @@ ROUNDS = 15
 
 
 def slowest(value: float) -> float:
-    # The maximum of some backends loses a NaN.
+    # Some backends drop a NaN in an all-reduce with MAX. So a NaN is sent as infinity.
     tensor = torch.tensor([value], device="cuda", dtype=torch.float64).nan_to_num(nan=math.inf)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return float(tensor)

@@ -9,8 +9,8 @@
         --set fused.parts=1 fused.parts=2,pushers=8
 
 A case is a pattern of a layer at a token count. Its providers (``bench.providers``) compute it on the same random data.
-They are timed in turn with the matmul alone and the collective alone. Before and after the timing, each result is
-compared with one in fp32 (fp64 for fp32 operands). A wrong result ends the benchmark.
+Each round of the timing takes one sample of every provider, of the matmul alone and of the collective alone. Before and
+after the timing, each result is compared with one in fp32 (fp64 for fp32 operands). A wrong result ends the benchmark.
 
 Settings:
 

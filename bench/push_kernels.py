@@ -66,8 +66,8 @@ def push_bulk(
     C: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """``push_striped`` with ``PARTS=1``, copied by the bulk copy unit through ``[R, C]`` tiles in shared memory.
-    ``elements`` is a multiple of ``C``."""
+    """Do what ``push_striped`` does with ``PARTS=1``. The bulk copy unit copies the words through ``[R, C]`` tiles in
+    shared memory. ``elements`` is a multiple of ``C``."""
     from_desc = tl.make_tensor_descriptor(src, [elements // C, C], [C, 1], [R, C])
     block = tl.program_id(0)
     for turn in range(WORLD - 1):

@@ -106,7 +106,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Rows of a rank's left operand, before the collective if the pattern begins with it."""
+        """Rows of a rank's left operand. If the pattern begins with a collective: the rows before this collective."""
         return self.shard_rows if self.example.first and self.example.shards_tokens else self.tokens
 
     @property

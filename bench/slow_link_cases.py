@@ -25,8 +25,8 @@ reduce_scatter = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_
 
 EXPERTS, CHOSEN = 8, 2
 PARTS = {2: (3, 5), 4: (1, 3, 2, 2)}
-"""For uneven parts, by the number of ranks: the parts of a rank's rows, in eighths. The first part goes to the rank
-itself, the second to the next rank, and so on."""
+"""``{number of ranks: how many eighths of its rows a rank sends to each rank}`` for uneven parts. The first number is
+for the rank itself, the second for the next rank, and so on."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a case. A collective moves a tensor ``[rows, inner]``. If a case has one matmul, ``columns`` is the
-    matmul's other dim."""
+    """Sizes of a case. A collective moves a tensor ``[rows, inner]``. If a case has one matmul, its three sizes are
+    ``rows``, ``inner`` and ``columns``."""
 
     rank: int
     world_size: int

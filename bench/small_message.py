@@ -6,10 +6,12 @@ residual add and RMSNorm.
         --out bench/results/small_message.jsonl
 
 ``keep`` runs ``torch.mm``, NCCL's all-reduce, and one Inductor kernel for residual and norm. Before and after the
-timing, results are compared with fp32 on random data. A provider other than ``keep`` is not timed if its first
-results are wrong. All ranks' results must be bitwise equal, except for ``keep``, whose norm each rank tunes by itself.
+timing, results are compared with fp32 on random data. A setting of ``small_message`` (``variants``) is not timed if
+its first results are wrong. All ranks' results must be bitwise equal, except for ``keep``, whose norm each rank tunes
+by itself.
 
-Providers are timed in turn. A row's time is the median over rounds, then the maximum over ranks, in microseconds for
+The providers are ``keep``, the settings of ``small_message``, and parts of their work (``Site.parts``). They are timed
+in turn. A row's time is the median over rounds, then the maximum over ranks, in microseconds for
 one call::
 
     us                         one call after a device sleep that hides the host (bench.timing)

@@ -25,7 +25,8 @@ def _read(name: str) -> list[Row]:
 
 
 def _operators(**values: Any) -> list[Row]:
-    """The stored rows of ``bench.operators`` with these values, without rows whose parameters were set by ``--set``."""
+    """The stored rows of ``bench.operators`` whose fields have the given ``values``. Rows whose parameters were set by
+    ``--set`` are left out."""
     found = tables.as_planned(rows.read(rows.RESULTS / "operators.jsonl"))
     return [row for row in found if all(row[name] == value for name, value in values.items())]
 

@@ -56,8 +56,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup``, one worker runs all programs that are forked from a ``ForkBase``. The other workers
-    start no ``ForkBase``."""
+    """With ``--dist loadgroup``, one worker runs all programs that are forked from a ``ForkBase``: a process that has
+    imported torch already. The other workers start no ``ForkBase``."""
     for item in items:
         if "torch_base" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("programs of the fork base"))

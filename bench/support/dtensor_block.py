@@ -123,8 +123,8 @@ def sharded(block: Block, mesh: DeviceMesh, dim: int) -> nn.Module:
 def largest_error(
     mesh: DeviceMesh, variant: Variant, compiler: Callable[[Any], Any], dtype: torch.dtype = torch.float32
 ) -> tuple[float, str]:
-    """``(largest error, where)`` of the compiled block's output and gradients on this rank. An error is relative to the
-    largest element of the exact tensor, in fp64. ``dtype``: the dtype of the compiled block."""
+    """``(largest error, name of the tensor that has it)`` among the compiled block's output and gradients on this rank.
+    An error is relative to the largest element of the exact tensor, in fp64. ``dtype``: that of the compiled block."""
     torch.manual_seed(3)
     device = mesh.device_type
     block = Block(variant)

@@ -21,8 +21,8 @@ def start_rank(seconds: float = 600.0, share_gpus: bool = False) -> tuple[int, i
     """Choose the rank's GPU and make the default group. Returns ``(rank, world size)``. ``seconds`` is the timeout of
     the group and of the waits in its kernels.
 
-    With ``share_gpus``, several ranks share a GPU, so a test of many ranks needs few GPUs. NCCL allows one rank on a
-    GPU, so the group uses gloo. Processes take turns on a GPU, so kernels that wait for each other are slow.
+    With ``share_gpus``, several ranks share a GPU, so a test of many ranks needs few GPUs. NCCL allows only one rank
+    on a GPU, so the group uses gloo. Processes take turns on a GPU, so kernels that wait for each other are slow.
     """
     timeout = datetime.timedelta(seconds=seconds)
     local = int(os.environ["LOCAL_RANK"])

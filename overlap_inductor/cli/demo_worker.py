@@ -8,7 +8,7 @@ with overlap is timed only if it overlaps a site.
 Rank 0 writes one JSON object per line to standard output::
 
     {"step": ...}     a step begins
-    {"part": ...}     the results of a part
+    {"part": ...}     the results of one model
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Settings:
 
     Attributes:
         tokens: length of the whole sequence.
-        parts: names in ``PARTS``.
+        parts: the models to run, by their names in ``PARTS``.
         folder: where the Llama's checkpoint and the reports are written.
     """
 

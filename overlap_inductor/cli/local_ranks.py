@@ -96,8 +96,8 @@ def run_ranks(
 
 
 def rank_environment(device: str) -> dict[str, str]:
-    """This process's environment for ranks with one OpenMP thread each, without the switches ``OVERLAP_INDUCTOR*``. On
-    ``cpu``, no GPU is visible."""
+    """An environment for ranks: that of this process, without the switches ``OVERLAP_INDUCTOR*``. Each rank gets one
+    OpenMP thread. On ``cpu``, no GPU is visible."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAP_INDUCTOR")}
     kept.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
     if device == "cpu":

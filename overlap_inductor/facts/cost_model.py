@@ -3,7 +3,7 @@
 
 Without overlap a site takes ``T_matmul + T_collective``. A schedule hides a part of one time behind the other, and pays
 a fixed cost. The schedule's ``cost.py`` says how much stays exposed. The CommFuse paper (section 1.3) uses estimates of
-this form. XLA uses one to decide whether to write a windowed einsum.
+this form. XLA uses such an estimate to decide whether to write a windowed einsum.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class ComparedCall:
 
     Args:
         overlapped: the compiled graph's own callable. If the graph overlaps nothing, this is also the plain program.
-        reports: the reports of the graph and its subgraphs, with what they exchange.
+        reports: the reports of the graph and its subgraphs. They also say what these graphs exchange.
         plain: compiles the plain program. ``None`` if there is none, or if it cannot be restored.
         on_accelerator: whether the graph runs on another device than the CPU. If so, ranks that share no memory page
             (``runtime.call_page``) compare a plan only at its first run.
@@ -133,8 +133,9 @@ class ComparedCall:
         if outcome.overlapped and (outcome.fresh or new or not self.ready):
             failure = "" if self.ready else self._prepare(inputs)
             failure = failure or (self._inputs_differ(inputs) if outcome.fresh or new else "")
-            # If only this rank has compiled an agreed plan again, no other rank calls ``also``. So this rank must not
-            # call it. ``_prepare`` then asks no other rank, because the workspace was prepared for this plan before.
+            # ``also`` waits for the other ranks, and checks that all ranks can go on. If only this rank has compiled an
+            # agreed plan again, no other rank calls ``also``. So this rank must not call it. ``_prepare`` then asks no
+            # other rank, because the workspace was prepared for this plan before.
             outcome = comparison.also(failure) if outcome.fresh or new or failure else outcome
             self.ready = self.ready or outcome.overlapped
             for group, indices in self.parameters.items() if outcome.overlapped else ():
@@ -147,7 +148,7 @@ class ComparedCall:
 
     def _comparison(self, inputs: Sequence[Any]) -> agreement.Comparison:
         """The comparison for these inputs and for the groups that now have the graph's group names. If a name has a new
-        group, make all comparisons again."""
+        group, drop all earlier comparisons."""
         groups = [resolve_group(name) for name in self.names]
         if self.groups is None or any(a is not b for a, b in zip(groups, self.groups, strict=True)):
             self.groups, self.ready = groups, not self.overlaps

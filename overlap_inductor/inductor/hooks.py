@@ -7,6 +7,8 @@ On a cache hit, Inductor runs no pass, so the report must come with the graph::
                                                              torch.compiler.save_cache_artifacts()
     CompiledFxGraph.post_compile (after a compile and after a load) -> activates the report, and makes calls of the
                                                              graph compare plans first
+
+To *activate* a report is to log, count and dump it.
 """
 
 from __future__ import annotations

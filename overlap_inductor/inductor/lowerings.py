@@ -144,7 +144,8 @@ def _remaining(name: str) -> str:
 
 
 def _with_remaining_edges(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """Around Inductor's lowering of ``control_deps``: edges start at buffers that remain (``_remaining``)."""
+    """Wrap ``lower``, Inductor's lowering of ``control_deps``, so that edges start at buffers that remain
+    (``_remaining``)."""
 
     @functools.wraps(lower)
     def lower_and_move_edges(*args: Any) -> Any:

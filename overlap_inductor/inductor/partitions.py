@@ -36,8 +36,8 @@ _WHOLE = "_overlap_inductor_whole"
 
 
 def graph_partition(original: Callable[..., Any], scheduler: Any) -> Any:
-    """Around ``Scheduler.graph_partition``: if a transfer would be cut, call it again with nothing captured. Then
-    all partitions run without CUDA graphs."""
+    """Around ``Scheduler.graph_partition``: if a transfer would be cut, call ``original`` again with nothing captured.
+    Then all partitions run without CUDA graphs."""
     found = original(scheduler)
     partitions, signatures = found
     scope = compile_scope.current()
@@ -81,8 +81,8 @@ def _transfer(kernel: Any) -> str | None:
         return kernel.get_name()
     if name not in MEMBERS:
         return None
-    # All arguments before the buffer are tensors. So the buffer's index among the arguments is also its index among the
-    # inputs.
+    # ``MEMBERS[name]`` is the argument that takes the transfer's buffer. All arguments before it are tensors. So its
+    # index among the arguments is also its index among the inputs.
     names = [argument.name for argument in op._schema.arguments]
     return _maker(kernel.inputs[names.index(MEMBERS[name])])
 

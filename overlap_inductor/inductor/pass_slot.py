@@ -53,8 +53,8 @@ class OverlapPass(_Base):
         self._source, self.slot = source, slot
 
     def config(self) -> OverlapConfig | None:
-        """The configuration for the graph being compiled: that of a pinned compile scope, else what ``source`` returns
-        now."""
+        """The configuration for the graph being compiled. A pinned compile scope has a configuration of its own, which
+        its graph must use. Without such a scope, this is what ``source`` returns now."""
         scope = compile_scope.current()
         return scope.config if scope is not None and scope.pinned else self._source()
 
@@ -92,7 +92,7 @@ class OverlapPass(_Base):
         _register_lowerings_of(graph)
 
     def _take(self, report: OverlapReport, config: OverlapConfig) -> None:
-        """Leave the report in the compile scope. If there is no scope, activate the report."""
+        """Leave the report in the compile scope. If there is no scope, publish the report now."""
         scope = compile_scope.current()
         if inductor_config._micro_pipeline_tp:
             report.notices.append(MICRO_PIPELINE_NOTICE)

@@ -7,8 +7,9 @@
     buf0 = 0
     extern_kernels.mm(reinterpret_tensor(x, (4, 8), (8, 1), 32*u0), w, out=buf1)
 
-A kernel that uses the symbol must run after the symbol's definition, and the kernel's partition needs the symbol as an
-input. Inductor ensures this for kernels that report the symbol. This module ensures it for two other kinds:
+A kernel that uses the symbol must run after the symbol's definition, and the kernel's CUDA graph partition needs the
+symbol as an input. Inductor ensures this for kernels that report the symbol. This module ensures it for two other
+kinds:
 
 - a template (Triton's, from max-autotune) that reads a view whose offset holds the symbol;
 - any kernel that writes into such a view.
@@ -29,7 +30,8 @@ from overlap_inductor.torch_compat.distributed import resolve_group
 
 _KNOWN = "_overlap_inductor_ranks"
 _ACCESSES = "_overlap_inductor_accesses"
-"""While the scheduler computes dependencies: what each buffer's kernel reads and writes, by the buffer's ``id``."""
+"""The attribute of ``V.graph`` that holds what each buffer's kernel reads and writes, by the buffer's ``id``. It exists
+only while the scheduler computes dependencies."""
 
 
 class GroupRank(ir.ExternKernel):

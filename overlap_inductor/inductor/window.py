@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lower ``window``: rows of a tensor that a kernel reads from a pointer to their first element.
+"""Lower the op ``window``, which returns rows of a tensor. Kernels read these rows from a pointer to the first row.
 
 If a C++ kernel of Inductor reads a slice, the slice's offset is in the kernel's text. Kernels that differ only in
-the rows that they read then have different texts, and the compiler compiles each of them. A window is a view of the
-rows that Inductor takes for a buffer of its own. Kernels read it from offset 0, and their caller adds the offset::
+the rows that they read then have different texts, and the compiler compiles each of them. A window is a view of such
+rows. Inductor treats this view as a separate buffer. Kernels read it from offset 0, and their caller adds the offset::
 
     kernel_a(x, buf1)                             kernel_a(x, buf1)
     kernel_b(x, buf2)     # reads x + 32    ->    buf3 = reinterpret_tensor(x, (4, 8), (8, 1), 32)

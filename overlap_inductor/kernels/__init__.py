@@ -11,7 +11,7 @@ Arguments with one meaning in all kernels:
     queues: int32 in this rank's own memory, zero between calls except for word ``layout.ANNOUNCED``
     stop, patience: the fault memory (``layout.STOP_WORDS``), and the longest wait for a peer in ns
     scale: factor of a sum over ranks (1, or 1 / WORLD for an average)
-    BATCH: after this many tiles, a block waits until its last store has left shared memory
+    BATCH: each time a block has computed this many tiles, it waits until its last store has left shared memory
     EPILOGUE: None, or a function that ``kernels.epilogue`` made; the function reads ``extra0`` and ``extra1``
 
 In a CUDA graph, a kernel's arguments never change. So kernels read the number of the call from ``calls``, and the last

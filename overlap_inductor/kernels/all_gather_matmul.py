@@ -3,7 +3,8 @@
 shard to each rank, and the kernel computes ``all_to_all(a) @ b``. (If the matmul contracts the exchanged dim, see
 ``all_to_all_contraction``.)
 
-Blocks claim work from three queues: pieces to send, own tiles, and tiles of peers. ::
+A shard has ``PARTS`` parts, each with a flag at the receiver. To *push* is to store one of the ``PIECES`` pieces of a
+part at a receiver. Blocks claim work from three queues: pieces to send, own tiles, and tiles of peers. ::
 
     the first ``PUSHERS`` blocks: while pieces are left, store a piece into a peer's workspace
     multiply tiles of this rank's own shard, which is read in place

@@ -2,9 +2,10 @@
 """Schedule ``fused``: ``all_to_all(a) @ b`` in one persistent kernel, for a matmul that contracts the exchanged dim. An
 example is the output projection of Ulysses attention: each peer sends its own heads of this rank's tokens.
 
-A tile of the result is a sum over the sources, in fp32, rounded once. This rank's own part of K comes first and is read
-in place. Then come the parts of ranks ``rank + 1``, ``rank + 2``, ... All ranks send, and multiply, one band of rows
-after the other. So later bands arrive while earlier bands are multiplied.
+A tile of the result is a sum over the sources: all ranks, each with a part of K. The sum is in fp32, and rounded once.
+This rank's own part of K comes first and is read in place. Then come the parts of ranks ``rank + 1``, ``rank + 2``, ...
+All ranks send, and multiply, one band of rows after the other. So later bands arrive while earlier bands are
+multiplied.
 
 The first ``PUSHERS`` blocks push before they multiply (``push``). If a block's next rows have not arrived, it pushes
 pieces that are left. Without ``SENDS`` no block pushes: a transport that needs no SM sends the rows (``copy_engine``).

@@ -214,7 +214,7 @@ def check_source(source: str) -> None:
 
 @functools.cache
 def function_of(programs: tuple[Program | None, ...]) -> Any:
-    """``source_of`` as a Triton function."""
+    """The function whose text is ``source_of(programs)``, compiled by Triton."""
     source = source_of(programs)
     name = f"<epilogue {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     # Triton reads a function's source by its file name. Without a modification time, ``linecache`` keeps this entry.

@@ -89,8 +89,8 @@ NOTHING_QUEUE = tl.constexpr(6)
 
 @triton.jit
 def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """``(shard, m, n)`` of turn ``turn`` of the matmul. Bands come one after the other; in each band, this rank's own
-    shard is last."""
+    """``(shard, m, n)`` of the tile that the matmul takes after ``turn`` others. Bands come one after the other; in
+    each band, this rank's own shard is last."""
     whole = tiles_part * tiles_n * WORLD
     band = turn // whole
     rest = turn - band * whole

@@ -49,7 +49,7 @@ def push_piece(
     SCATTERED: tl.constexpr,
 ):
     """Claim one piece of this rank's shard for one receiver, and store the piece in the receiver's workspace. Returns
-    whether a piece was left.
+    whether there was a piece to claim.
 
     Args: see ``kernels`` for those not listed.
         words: the shard as int32 ``[shard_words]``, aligned to 16 bytes. It goes to word ``rank * shard_words`` of the

@@ -263,7 +263,7 @@ def has_come(flag, target):
 def look(stop):
     """The abort word as this thread sees it: not 0 if the group has been aborted. If another block or rank sets the
     word, the threads of a block may see different values. So no branch that contains a barrier may depend on the value.
-    Masks and ``signal`` may."""
+    Masks, and whether ``signal`` signals, may depend on it."""
     return tl.load(stop, cache_modifier=".cg")
 
 

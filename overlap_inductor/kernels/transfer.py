@@ -18,7 +18,8 @@ Forward progress. All waits are bounded (``signals``), and they end:
 * A wait is for what peers send in this step or in an earlier one. Credits depend only on the previous call.
 * So the earliest unfinished step never waits for a later one, even if all streams share one hardware queue
   (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
-* In a send, a part waits only for its turn: for a lower part in the same send of another rank.
+* In a send, a part waits only for its turn: until the receiver has got a part with a lower number, which another rank
+  sends in this step.
 * Waiting blocks never fill the GPU: each has one warp and no shared memory, and there is one for each part.
 
 CUDA graphs. In a graph, sends, waits for peers and waits for turns are three branches without an order between them. So

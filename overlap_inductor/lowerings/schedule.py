@@ -31,8 +31,8 @@ class ExchangeTerms:
 
     Attributes:
         parameters: the parameters of a plan's piece that must be the same on all ranks.
-        cut: ``(sizes of the dims that are cut for the transfer, words)``; ``None`` if nothing is cut. The words follow
-            the sizes in the text that ranks compare.
+        cut: ``(sizes of the dims that are cut for the transfer, text)``; ``None`` if nothing is cut. In the plan that
+            ranks compare, the text follows the sizes, for example ``" on dim 0"``.
         computes_ahead: whether the nodes of ``SiteNodes.computed_ahead`` are computed before data is sent.
     """
 
@@ -189,7 +189,8 @@ class SiteSchedule(Protocol):
         ...
 
     def exchange(self, site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
-        """What the ranks compare before they exchange data for ``piece``, a piece of this schedule."""
+        """What the ranks compare before they exchange data for ``piece``, a piece of the site's plan for this
+        schedule."""
         ...
 
     def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:

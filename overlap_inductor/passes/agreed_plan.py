@@ -7,8 +7,8 @@ share::
     g0: all_gather bfloat16 [2048, 8192] in all_gather_matmul by ring/p2p (route=ring, sub_chunks=4)
     g0: all_reduce bfloat16 kept                            # a collective that stays in the graph
 
-Further lines name the program of each rewritten stretch, which divides tokens among the ranks. They also name the
-groups whose kept collectives stay in the graph's order.
+Further lines name the program (a hash of the ops) of each rewritten stretch. Such a stretch divides tokens among the
+ranks. The last lines name the groups whose kept collectives stay in the graph's order.
 
 Symbols (``d0``) and groups (``g0``) are named in order of appearance, because their own names differ between ranks.
 """

@@ -18,8 +18,8 @@ from overlap_inductor.sites.nodes import CollectiveNode
 
 
 class EmbeddingAllToAll:
-    """See ``Pattern``. The finder tries this pattern before the all-to-all patterns with matmuls. If lookups hide the
-    exchange, no matmul has to be cut into pieces."""
+    """See ``Pattern``. The finder tries this pattern before the all-to-all patterns with matmuls, because no
+    matmul has to be cut into pieces if lookups hide the exchange."""
 
     name = "embedding_all_to_all"
     kind = "all_to_all"

@@ -26,7 +26,7 @@ from overlap_inductor.sites.nodes import CollectiveNode
 
 
 class AllToAllExperts:
-    """Pattern ``all-to-all -> experts -> all-to-all`` (see ``Pattern``). It comes before ``MatmulAllToAll`` and
+    """Pattern ``all-to-all -> experts -> all-to-all`` (see ``Pattern``). It is tried before ``MatmulAllToAll`` and
     ``AllToAllMatmul``, so that both exchanges become one site."""
 
     name = "all_to_all_experts"
@@ -48,8 +48,8 @@ class AllToAllExperts:
 
 
 class MatmulAllToAll:
-    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). It comes before ``AllToAllMatmul``. So an exchange between a
-    projection and an attention of plain matmuls is hidden by the projection."""
+    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). It is tried before ``AllToAllMatmul``. So an exchange between
+    a projection and an attention of plain matmuls is hidden by the projection."""
 
     name = "matmul_all_to_all"
     kind = "all_to_all"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find every site of a graph, and give a reason for every collective that is part of no site.
 
-At each collective, the finder asks those ``passes.patterns`` that start at its kind of collective, in order. The graph
-does not change::
+At each collective, the finder asks, in order, those ``passes.patterns`` that start at a collective of this kind. The
+graph does not change::
 
     for each collective in graph order:
         for each pattern of its kind: Match -> a site; Miss -> its reasons
@@ -60,7 +60,8 @@ class SiteFinder:
 
     @functools.cached_property
     def _early(self) -> dict[tuple[str, fx.Node], Match | Miss]:
-        """What each early pattern (``Pattern.early``) finds at each collective of its kind."""
+        """What each early pattern finds at each collective of its kind. The sites of early patterns (``Pattern.early``)
+        are found before all other sites."""
         return {
             (pattern.name, node): pattern.find(found, self)
             for pattern in PATTERNS
@@ -70,14 +71,15 @@ class SiteFinder:
         }
 
     def owned(self) -> set[fx.Node]:
-        """As ``Search.owned``. A sum of all-reduces may read matmuls that stand after its first all-reduce. An early
-        site that ``run`` has not reached may own such a matmul. So all early sites count."""
+        """The matmuls of the sites found so far and of all early sites, without those of ``idle``. A sum of
+        all-reduces may read matmuls that stand after its first all-reduce. An early site that ``run`` has not reached
+        may own such a matmul. So all early sites count."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]
         return {m.node for node, nodes in early + found if node.name not in self.idle for m in nodes.matmuls}
 
     def taken(self) -> set[fx.Node]:
-        """As ``Search.taken``."""
+        """The collectives of the sites found so far and of all early sites."""
         early = [m.nodes for m in self._early.values() if isinstance(m, Match)]
         return {c.node for nodes in [*early, *(s.nodes for s in self.sites)] for c in nodes.collectives}
 

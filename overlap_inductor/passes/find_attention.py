@@ -7,7 +7,7 @@ values of its own s tokens)::
     y = scaled_dot_product_attention(q, k, v, mask)[0]
     ->  y merged from the attention to each rank's keys              # while the next rank's keys and values move
 
-Views, pieces and joins of pieces may stand in between.
+Views, pieces and joins of pieces may stand between a gather and the attention.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AllGatherAttention:
             return Miss()
         nodes = _site(reader, search)
         if isinstance(nodes, Reason):
-            return Miss([nodes], anchor=reader.node)
+            return Miss([nodes])
         search.merged.update(c.node for c in nodes.collectives)
         return Match(nodes, KEYS, "K", _other_results(reader))
 
@@ -102,7 +102,7 @@ def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
 
 
 def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
-    """The all-gather behind ``node``, through each node's first input, or ``None``."""
+    """The all-gather from which ``node`` is computed, or ``None``. The search follows the first input of each node."""
     for _ in range(STEPS):
         if operators.is_wait(node):
             while operators.is_wait(node):
@@ -116,8 +116,8 @@ def _gather_behind(node: fx.Node, search: Search) -> CollectiveNode | None:
 
 
 def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -> GatheredOperand | Reason:
-    """``node``, the keys or the values, as a part of the gathered tensor, or why it is none. Each rank's keys must be
-    consecutive."""
+    """``node``, the keys or the values, as a part of the gathered tensor. If it is no such part, or if a rank's keys
+    are not consecutive, returns the reason."""
     follower = PartFollower(collective)
     part = follower.part(node)
     if isinstance(part, Reason):
@@ -138,8 +138,8 @@ def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -
 
 
 def _other_results(reader: AttentionNode) -> Reason | None:
-    """Why the site must stay as written, or ``None``: a node reads another result of the attention op than the
-    output."""
+    """If a node reads a result of the attention op other than the output, the site must stay as written. Returns this
+    reason, or ``None``."""
     others = [node for node, number in reader.results().items() if number and node.users]
     if not others:
         return None

@@ -59,7 +59,7 @@ class AttentionExchange:
             return Miss([_backward(collective)] if _feeds_backward(collective) else [])
         nodes = HeldNodes(reader, [collective, *_beside(collective, reader, search)])
         if (reason := _why_not_moved(nodes)) is not None:
-            return Miss([reason], anchor=reader.node)
+            return Miss([reason])
         search.merged.update(c.node for c in nodes.exchanges)
         return Match(nodes)
 

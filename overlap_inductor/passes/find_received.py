@@ -84,8 +84,8 @@ def _uneven(collective: CollectiveNode, given: Layout) -> tuple[Received | None,
 
 
 def _wire(given: Layout, read: Layout) -> Layout:
-    """The layout of what is sent: a slice for each rank, in the order of ``read``. If ``read`` and ``given`` differ in
-    their elements, the order is that of ``given``."""
+    """The layout of what is sent: a slice for each rank. The elements of a slice have the order of layout ``read``. If
+    ``read`` and ``given`` differ in their elements, the order is that of ``given``."""
     rank, atoms = next(a for a in given.flat() if a.rank), given.without_rank().flat()
     wanted = read.without_rank().flat()
     if {id(a) for a in wanted} == {id(a) for a in atoms}:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``matmuls -> sum over a dim, or cat -> collective``: regions (``passes.find_reduce``) in which a sum or a
-``cat`` changes the shape of the matmuls' results. A *sum* is any op of ``REDUCTIONS``.
+"""Find ``matmuls -> sum over a dim, or cat -> collective``, where a sum or a ``cat`` changes the shape of the matmuls'
+results. A *sum* is any op of ``REDUCTIONS``. As in ``passes.find_reduce``, the *region* is the matmuls and the ops from
+them to the collective. A *plain tensor* is a tensor that the region reads and does not compute.
 
 A piece keeps the matmuls' dims, and a dim that was summed has size 1. The graph before, and the pieces that the rewrite
 computes (R ranks, E experts)::

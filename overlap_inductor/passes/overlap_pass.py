@@ -11,7 +11,7 @@ If the rewrite of a site fails, the graph is restored and the other sites are tr
 communicate. Ranks with equal graphs and settings decide alike. The graphs of ranks may differ. So the ranks compare
 their plans before data moves (``inductor.compared_call``, op ``agree``). Pseudo-code::
 
-    sites  = find(graph)                                  # whatever ops the graph writes them with
+    sites  = find(graph)                                  # different ops may spell the same site
     legal  = [s for s in sites if refuse(s) is None]      # may it be rewritten?
     chosen = [s for s in legal if plan(s) overlaps]       # does it pay?
     if a site that sums several matmuls has left one of them to a site that was not chosen:

@@ -75,7 +75,8 @@ class Search(Protocol):
     def collectives(self) -> Mapping[fx.Node, tuple[fx.Node, str, CollectiveNode | Reason]]: ...
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of the sites found so far and of all early sites, without those of ``SiteFinder.idle``."""
+        """The matmuls of the sites found so far and of all early sites (``Pattern.early``). Sites of collectives in
+        ``SiteFinder.idle`` are left out, because they leave their matmuls to other sites."""
         ...
 
     def taken(self) -> set[fx.Node]:

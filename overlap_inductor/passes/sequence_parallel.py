@@ -351,7 +351,8 @@ def rewritten(graph: fx.Graph) -> bool:
 
 
 def same_inputs_of(graph: fx.Graph) -> list[list[Any]]:
-    """``OverlapReport.same_inputs`` of ``graph``."""
+    """The inputs of ``graph`` that must be the same on all ranks of a group, in the form of
+    ``OverlapReport.same_inputs``: ``[index, name, group, whether it is a parameter or buffer]``."""
     inputs = enumerate(graph.find_nodes(op="placeholder"))
     return [[i, node.name, node.meta[SAME], is_parameter(node) is True] for i, node in inputs if SAME in node.meta]
 

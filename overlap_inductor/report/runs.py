@@ -50,7 +50,7 @@ class Mark:
         process: host, process id and start of the process.
         number: index of the report among the process's reports, from 0 on.
         headline: ``words.headline`` of the report.
-        estimate: the report's times as written and by the plan, as a text; empty without an estimate.
+        estimate: text with the estimated times as written and by the plan; empty without an estimate.
         text: digest of ``report.txt``, to find ranks that wrote the same text.
     """
 
@@ -76,7 +76,7 @@ def read_mark(place: Path) -> Mark | None:
 
 
 def this_process() -> str:
-    """Host, process id and start of this process. If ``/proc`` exists, no other process of the host has the same."""
+    """Host, process id and start of this process. If ``/proc`` exists, no other process gives this text."""
     return f"{socket.gethostname()}:{_process(os.getpid())}"
 
 

@@ -12,11 +12,11 @@ comparison. Each rank counts its calls of graphs that hold a collective of the g
               else  -> run the plain program at this call. If all ranks made the call, but never agreed on the plan,
                        run the plain program at all later calls, too
 
-A round passes a rejection on to the other groups of a rank. Two ranks' first verdicts may differ: if a third rank is
-late, one of them still reads its value, and the other has stopped waiting. After the last round, all ranks that the
-groups connect have one result. A plan with one group needs at most one round. A plan with several groups needs one
-round more than it has groups. A rank whose plan was rejected at an earlier call publishes a refusal, so no rank waits
-for its verdicts.
+What a rank publishes in a round is its *verdict*. A round passes a rejection on to the other groups of a rank. Two
+ranks' first verdicts may differ: if a third rank is late, one of them still reads its digest, and the other has stopped
+waiting. After the last round, all ranks that the groups connect have one result. A plan with one group needs at most
+one round. A plan with several groups needs one round more than it has groups. A rank whose plan was rejected at an
+earlier call publishes a refusal, so no rank waits for its verdicts.
 
 A rank that reaches Dynamo's recompile limit makes no call where the others make one. So ranks publish the place of each
 call in the sequence of the group's collectives (``call_place``). While a rank is inside a collective that no graph
@@ -202,7 +202,7 @@ class Comparison:
         return NO
 
     def _listening(self, states: Sequence[GroupState], first: bool) -> list[GroupState]:
-        """The groups whose other ranks may wait for this rank's value of this call."""
+        """The groups whose other ranks may wait for what this rank publishes at this call."""
         return [s for s in states if first or self.every_call or s.page is not None]
 
     def _settle(self, states: Sequence[GroupState], tied: bool) -> None:

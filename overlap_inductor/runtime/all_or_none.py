@@ -50,7 +50,7 @@ def _keys(owner: Owner) -> Iterator[str]:
 
 _KEYS = Kind("count of joint attempts (runtime.all_or_none)", _keys)
 _LOCK = threading.Lock()
-"""Only one thread at a time may use a generator."""
+"""Held while a thread takes a key from a generator of ``_keys``: two threads must not advance one generator at once."""
 
 
 def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Result], seconds: float = SECONDS) -> Result:

@@ -5,7 +5,8 @@ A rank's *value* of a call names the rank's plan (``constant``) and the place of
 exchange verdicts, in rounds (``agreement``). Values and verdicts go through one of two media: the group's store
 (``CallStore``), or memory that all ranks map (``call_page.CallPage``). Reasons of verdicts are always in the store.
 
-Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store::
+Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store. ``<incarnation>`` tells apart groups that
+had the same name one after the other::
 
     plan/<digest>            the plan's text, written once
     <call>/<rank>            the value; <call> is ``GroupState.label``
@@ -197,7 +198,8 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
                 return found
         if pause > _SHORT or now > deadline:
             if store.check([f"{state.prefix}/apart"]):
-                # All ranks may have found this call equal, and one of them disabled overlap at a later call.
+                # All ranks may have published equal values for this call, before one of them disabled overlap at a
+                # later call.
                 if state.all_publish(expected):
                     return dict.fromkeys(peers(state.group), expected)
                 state.apart = store.get(f"{state.prefix}/apart").decode()
@@ -274,7 +276,7 @@ def _absent(state: GroupState, mine: ExchangePlan, place: int) -> str:
 def soon(page: CallPage, call: int, text: str) -> bool:
     """Whether all ranks publish ``text`` within ``_SOON`` seconds. Ends early if a rank publishes another value.
 
-    A late host's entry ends the others' wait within microseconds, so hosts stay in step.
+    The other ranks see the last rank's value within microseconds. So all ranks go on at nearly the same time.
     """
     look = page.watcher(call, text)
     # Ranks in step find each other's entries here, without a system call.

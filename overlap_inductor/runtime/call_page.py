@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CallPage``: memory that all ranks of a group on one machine map. At each call, each rank writes there its *value*:
-which plan it runs. Then it may write *verdicts*: whether the ranks may overlap (``call_board``). A rank sees in about a
-microsecond whether all others run the same plan. (The store takes a fraction of a millisecond:
+"""``CallPage``: memory that all ranks of a group on one machine map. At each call of a graph, each rank writes there
+its *value*: which plan it runs. Then it may write *verdicts*: whether the ranks may overlap (``call_board``). A rank
+sees in about a microsecond whether all others run the same plan. (The store takes a fraction of a millisecond:
 ``call_store.CallStore``.)
 
 ::
 
     page[call % CALLS][number][rank]    one entry of ENTRY bytes, written by that rank alone
     number 0                            the rank's value for the call
-    number 1 .. MOST_ROUNDS             its verdicts (those of further rounds go through the store)
+    number 1 .. MOST_ROUNDS             its verdicts, one for each round of a comparison (``agreement``);
+                                        those of further rounds go through the store
     entry                               CRC-32 of the rest, call, length of the text, text
 
 Memory ordering: a reader accepts an entry only if its checksum fits. So an entry that is half written, or whose stores
@@ -50,9 +51,11 @@ class CallPage:
     """
 
     first_pause, growth = 0.0, 1.05
-    """Seconds between the first two reads of a waiting rank, and the factor by which each pause grows."""
+    """``first_pause``: a waiting rank's first pause between two reads, in seconds. ``growth``: the factor from one
+    pause to the next, once pauses are not 0 (``call_board._next_pause``)."""
     looks_cheaply = True
-    """Whether a waiting rank reads the entries of all other ranks at each look."""
+    """True: an entry costs little to read. So a waiting rank reads every other rank's entry after each pause, not only
+    after long pauses."""
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int) -> None:
         self._memory, self._rank, self._size = memory, rank, size

@@ -25,7 +25,7 @@ import enum
 from dataclasses import dataclass
 
 SKIPPED, REFUSED, MOVED = "-", "!", "~"
-"""Marks of a value:
+"""Marks of the value that a rank publishes for a call:
 
 * ``SKIPPED``: the rank ran this call uncompiled;
 * ``REFUSED``: the rank runs the plan without overlap;

@@ -7,15 +7,15 @@ If a rank runs a frame uncompiled while its peers overlap the frame's graph, the
     rank 1   the graph's call: waits for the plan of rank 0
 
 So each process has a watching thread. For each group (``call_state``), the watching thread looks again and again at the
-*calling thread*, which made the group's newest call. The watching thread makes a report if two looks in a row find the
-calling thread inside one collective:
+*calling thread*, which made the newest call of a graph with the group's collectives. The watching thread makes a report
+if two looks in a row find the calling thread inside one collective:
 
-* Outside of graphs, it reports the *place* that the rank has reached (``call_place``). The report is a promise: this
-  rank joins no call that begins before this place. A rank that waits in such a call runs its plain program. The
-  reporting rank skips the call (``call_board.skip``).
-* In a call, it reports the call's number. Another rank may have skipped this call: by the other rank's counts, it ran
-  the call uncompiled. If it had, this rank would no longer be inside a collective of the call. So the report shows that
-  the skip was wrong.
+* Outside of graphs, it reports the *place* that the rank has reached: how many collectives of the group it has issued
+  (``call_place``). The report is a promise: this rank joins no call that begins before this place. A rank that waits
+  in such a call runs its plain program. The reporting rank skips the call (``call_board.skip``).
+* In a call, it reports the call's number. Another rank may have skipped this call because, by its own counts, it had
+  run the call's collectives uncompiled. If it had run them, this rank would no longer be inside one of them. So the
+  report shows that the skip was wrong.
 
 Reports go to the group's store. One lock is held while a report is made, and while a call is counted. So once a rank
 has counted a call, it reports nothing from before the call.
@@ -33,8 +33,8 @@ import torch.distributed as dist
 from overlap_inductor.torch_compat.distributed import group_store
 
 INTERVAL, AGAIN = 0.2, 0.01
-"""Seconds between two looks: ``INTERVAL``, and ``AGAIN`` after this process has first reported a place. Such a rank
-will probably run the frame uncompiled again, and its peers wait for each report."""
+"""Seconds between two looks: ``INTERVAL``, and ``AGAIN`` after this process has first reported a place. A rank that
+reported a place will probably run the frame uncompiled again, and its peers wait for each report."""
 
 
 class Watched(Protocol):

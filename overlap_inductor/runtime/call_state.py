@@ -38,10 +38,11 @@ class GroupState:
         outside: number of the group's collectives that the backend counted between calls.
         between: whether the backend counted a collective between the newest call and the call before it.
         exact: whether the backend counts collectives only (``call_place``).
-        mark: ``SKIPPED``, ``REFUSED``, ``MOVED`` or ``""`` (``call_place``), for this rank's value in the newest call.
+        mark: ``SKIPPED``, ``REFUSED``, ``MOVED`` or ``""`` (``call_place``). It is a part of the *value*, the text that
+            this rank publishes for the newest call.
         agreed: digests of plans that all ranks agreed to run.
         rejected: digests of plans that the ranks rejected, each with the reason.
-        tied: digests of agreed plans that all ranks compare at every call, on the pages of all groups of the plan.
+        tied: digests of agreed plans that all ranks compare at every call, on the call pages of all the plan's groups.
         unasked: digests of agreed plans that all ranks run without comparing again.
         parts: digests of the plans of subgraphs, which are parts of agreed plans.
         overlapped: for each agreed plan, its collectives.
@@ -49,7 +50,8 @@ class GroupState:
         reported: the differences that were logged, as tuples of digests, or ``("uncompiled",)``.
         newest: the plan that was agreed upon last.
         apart: why overlap is disabled for the group; ``""`` if it is not.
-        page: the group's call page; ``None`` before the first agreement, or if the ranks share no memory.
+        page: the group's call page, shared memory to which each rank writes its value for a call. ``None`` before the
+            first agreement, or if the ranks share no memory.
         skipped: ``{rank: value}`` for one other rank that published the call that this rank skipped last. Empty if
             this rank has skipped none.
         lock, promised, told_inside: see ``call_report.Watched``.
@@ -82,8 +84,8 @@ class GroupState:
     told_inside: int = -1
     skipped: dict[int, str] = field(default_factory=dict)
     _counted: int | None = 0
-    """What the backend had counted when the newest call returned. ``None`` from the count of a call until ``returned``,
-    which is not called if the call raised or if ``agreement.require`` counted it."""
+    """What the backend had counted when the newest call returned. ``None`` after ``count``, until ``returned`` is
+    called. ``returned`` is not called if the call raised, or if ``agreement.require`` called ``count``."""
 
     def __post_init__(self) -> None:
         self.store = CallStore(self.group, self.prefix)
@@ -101,7 +103,7 @@ class GroupState:
 
     @property
     def place(self) -> int:
-        """The place of the newest call (``call_place``)."""
+        """The newest call's place: the number of the group's collectives that this rank issued before the call."""
         return self.passed + self.outside
 
     @property

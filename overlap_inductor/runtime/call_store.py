@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CallStore``: values and verdicts of a group's calls in the group's store. ``call_board`` names the keys."""
+"""``CallStore``: values and verdicts of a group's calls in the group's store. ``call_board`` names the keys.
+
+A rank's *value* of a call names the rank's plan and the call's place: how many of the group's collectives the rank has
+issued before the call. A *verdict* says whether anything is against running the call with overlap.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ because each call holds a collective, which blocks the host."""
 
 class CallStore:
     """Values and verdicts of a group's calls, by the call's label (``GroupState.label``). The methods are those
-    of ``CallPage`` but ``watcher`` and ``differs``, with a label in place of the call's number. ``prefix``: the prefix
-    of all keys."""
+    of ``CallPage``, except ``watcher`` and ``differs``. The methods take a label instead of the call's number.
+    ``prefix``: the prefix of all keys."""
 
     first_pause, growth = 1e-4, 1.5
     looks_cheaply = False

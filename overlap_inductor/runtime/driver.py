@@ -150,8 +150,8 @@ def capture_number(stream: int) -> int:
 @contextlib.contextmanager
 def beside_captures(device: torch.device) -> Iterator[None]:
     """In this context, this thread may query events of ``device`` while another thread captures a graph without these
-    events. Otherwise such a query ends a capture in mode ``global``, torch's default. Raises ``RuntimeError`` if the
-    driver refuses."""
+    events. Outside this context, such a query ends a capture in mode ``global``, torch's default. Raises
+    ``RuntimeError`` if the driver refuses."""
     exchange = _function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
     mode = ctypes.c_int(THREAD_LOCAL)
     with torch.cuda.device(device):

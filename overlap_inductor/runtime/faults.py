@@ -2,11 +2,11 @@
 """``FaultRecord`` reads the faults of a group: the records of kernels that gave up because a wait timed out. A
 ``FaultRecord`` can also stop every waiting kernel of the group.
 
-A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's board
-(``runtime.board``). It also sets the abort words of all ranks that share the board: words in GPU memory that end the
-waits of kernels. A host sets these words by copies on a stream of their own, so the copies never queue behind a kernel
-that waits. If a host cannot copy, the peers' watchdogs read the board and stop the waits on their own GPUs
-(``stop_waits``).
+A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's *board*: memory of the
+host for such records (``runtime.board``). It also sets the abort words of all ranks that share the board: words in GPU
+memory that end the waits of kernels. A host sets these words by copies on a stream of their own, so the copies never
+queue behind a kernel that waits. If a host cannot copy, the peers' watchdogs read the board and stop the waits on their
+own GPUs (``stop_waits``).
 
 The next call on every rank that shares the board raises an error. The error names the first wait that timed out, or
 another rank that aborted the group.
@@ -95,7 +95,7 @@ class FaultRecord:
     memory: object = None
 
     def __post_init__(self) -> None:
-        # This word is read before every call. Reading an element of a tensor would take microseconds.
+        # The board's first word is read before every call. Reading it from the tensor would take microseconds.
         self._given_up = ctypes.c_int32.from_address(self.board.words.data_ptr())
         if self.stop.is_cuda:
             abort_stream(self.stop.device)
@@ -139,11 +139,12 @@ class FaultRecord:
                     torch.cuda.synchronize(device)
                 return cls(group.group_name, ranks, group.rank(), board, *known, memory=memory)
 
-            # Together, so that no rank runs a kernel before the kernels of all ranks can be stopped.
+            # All ranks do this together, so that no rank runs a kernel before the kernels of all ranks can be stopped.
             found: FaultRecord = together("tell its kernels where the board is", tell)
             return found
 
-        # During a graph's first run, CUDA graph trees claim all memory that this thread allocates.
+        # During a graph's first run, CUDA graph trees claim all memory that this thread allocates. So another thread
+        # makes the record.
         with ThreadPoolExecutor(1, "overlap_inductor shares a board") as thread:
             return thread.submit(make).result()
 

@@ -123,7 +123,7 @@ def launched(
 
 @functools.cache
 def _say_unknown(error: str) -> None:
-    """Warn once for each ``error``, which names no address."""
+    """Warn once for each text ``error``. The text must name no address: each new address would cause a new warning."""
     log.warning(
         "overlap_inductor: the CUDA driver does not know the allocation of a site's tensor, so the site's launches are"
         " started one by one (%s)",
@@ -209,7 +209,7 @@ class Recorder:
     def _prepared(self) -> tuple[torch.cuda.Stream, torch.cuda.MemPool]:
         """Make the stream and the memory pool of captures, and load the vendor's matmul library on this thread. Loading
         it during a capture would end the capture."""
-        # Makes the device's context current on this thread.
+        # This query makes the device's context current on this thread.
         torch.cuda.current_stream(self._device).query()
         stream, pool = own_stream(self._device), torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(pool), torch.cuda.stream(stream):

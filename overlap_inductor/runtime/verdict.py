@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares one call of a plan among the ranks, and finds, logs or raises the reasons of a rejection. A rank passes a
-rejection in one group on to its other groups, in *rounds* (``agreement`` explains them)."""
+rejection in one group on to its other groups in *rounds*. In a round, each rank publishes a verdict and reads the
+verdicts of the other ranks (``one_round``)."""
 
 from __future__ import annotations
 
@@ -50,8 +51,9 @@ class Outcome:
 
 YES, NO = Outcome(True), Outcome(False)
 DIFFERENT, APART = "0", "x"
-"""Two verdicts about a plan, besides ``EQUAL`` and ``ONCE``. ``DIFFERENT``: all ranks run the plain program. ``APART``:
-the ranks also disable overlap for the plan's groups."""
+"""Two verdicts about a plan. ``DIFFERENT``: all ranks run the plain program. ``APART``: the ranks also disable overlap
+for the plan's groups. There are two more verdicts, in ``call_board``. ``EQUAL``: nothing is against overlap. ``ONCE``:
+all ranks run the plain program, in this call alone."""
 
 
 def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> Outcome:
@@ -103,8 +105,8 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
     if (
         off
         or any(silent)
-        # A graph that divides tokens issues other collectives than the uncompiled model. So the absent rank's places
-        # differ from now on.
+        # A graph that divides tokens issues other collectives than the uncompiled model. So the absent rank
+        # counts other numbers of collectives from now on, and its calls cannot be matched with this rank's.
         or (absent and any(c.endswith(" tokens") for c in plan.collectives))
         or any(s.apart or _astray(s, plan, values) for s, values in zip(states, here, strict=True))
         or any(p.collectives != plan.collectives for plans in texts for p in plans.values())
@@ -155,8 +157,9 @@ def _share_pages(
     begun: float,
     limit: float,
 ) -> None:
-    """Make the pages of the agreed plan's groups. All ranks that the groups connect call this together. If each group
-    has a page on all these ranks, *tie* the plan: the ranks compare a tied plan at every call."""
+    """Make the page of each group of the agreed plan: shared memory in which the group's ranks compare later calls. All
+    ranks that the groups connect call this together. If each group has a page on all these ranks, *tie* the plan: the
+    ranks compare a tied plan at every call."""
     for state in sorted(states, key=lambda s: plan.alias(s.group.group_name)):
         state.share_page()
     verdict = (EQUAL if all(s.page is not None for s in states) else DIFFERENT, "")
@@ -169,8 +172,8 @@ def _share_pages(
 
 
 def _left_behind(state: GroupState) -> str:
-    """The text of the difference if a rank of the group is ``CALLS`` or more calls ahead. Such a rank overlaps nothing,
-    or runs plans that are not compared again (``GroupState.unasked``).
+    """The text of the difference, for a group in which a rank is ``CALLS`` or more calls ahead. Such a rank overlaps
+    nothing, or runs plans that are not compared again (``GroupState.unasked``).
 
     Raises:
         AgreementError: the group has plans that are not compared again.

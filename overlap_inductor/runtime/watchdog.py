@@ -77,7 +77,7 @@ def end_process(message: str) -> None:
     """Write ``message`` and the stacks of all threads to standard error, and end the process by SIGABRT."""
     os.write(2, f"{message}\n".encode())
     faulthandler.dump_traceback(2)
-    # Otherwise faulthandler would write the stacks again when the signal arrives.
+    # If faulthandler stayed enabled, it would write the stacks again when the signal arrives.
     faulthandler.disable()
     os.abort()
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GroupWorkspace`` holds the objects that the sites of one process group share on this rank: the group's arena, fault
-record and patience.
+"""``GroupWorkspace`` holds the objects that the sites of one process group share on this rank: the group's arena
+(its symmetric memory, divided into slots), fault record and patience.
 
 All ranks of the group make a workspace together, at the first run of a graph that needs it, because they must allocate
 symmetric memory together. The workspace lives at least as long as the group (``runtime.group_state``).
@@ -57,10 +57,10 @@ class Launch:
         patience_ns: how long a kernel waits for a peer, ns.
         prepared: kernels that are ready to be launched, by the caller's key.
         kept: objects that must live as long as this one, by the caller's key.
-        seen: for each call that has run once, the numbers of its copies' allocations, and whether the call may be
-            captured (``runtime.replay``). These allocations hold the tensors which the call's memory copies read or
-            write.
-        replays: for each captured call, the same numbers, and the function that launches the call's graph.
+        seen: for each call that has run once, the ids of the allocations that its memory copies read or write, and
+            whether the call may be captured (``runtime.replay``).
+        replays: for each captured call, the ids of these allocations, and the function that launches the call's
+            graph.
     """
 
     rank: int

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read an all-to-all: which part each rank gets, and which dims are divided among ranks.
 
-If all parts have one size, input and result hold the same *atoms*: runs of indices (``sites.layouts``). The rank atom
-``R`` counts the receivers in the input, and the senders in the result::
+If all parts have one size, input and result hold the same *atoms*: dims, or factors of dims (``sites.layouts``). A
+bracket holds the atoms of one dim. The rank atom ``R`` counts the receivers in the input, and the senders in the
+result::
 
     all_to_all_single(x [R c, h])                     [R c] [h]      ->  [R c] [h]
     shard_dim_alltoall(x [a, R b], gather 0, shard 1)  [a] [R b]     ->  [R a] [b]

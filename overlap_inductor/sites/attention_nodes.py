@@ -24,8 +24,8 @@ from overlap_inductor.sites.placement import needed_behind
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut that keeps some consecutive indices of ``atom``. The first kept index is ``start``. The new atom ``left``
-    counts the kept indices."""
+    """A cut that keeps some consecutive indices of ``atom``, which is a dim or a factor of a dim (``layouts.Atom``).
+    The first kept index is ``start``. The new atom ``left`` counts the kept indices."""
 
     atom: Atom
     start: int
@@ -115,8 +115,8 @@ class AttentionNodes(SiteNodes):
         return [*sorted(self.between()), *(place.hoisted if place is not None else ())]
 
     def places(self) -> list[Placement]:
-        """Two places: at the last gather, and at the first use of the site's results. If the first use comes before
-        the last gather, there is only the place at the first use."""
+        """The rewrite may write the site's steps before the last gather, or before the first use of the site's results.
+        If the first use comes before the last gather, only the first use is left."""
         members = self._members()
         first_use = min({user for member in members for user in member.users} - members)
         later = self.collectives[-1].node

@@ -25,6 +25,8 @@ from overlap_inductor.sites.layouts import product
 class BandedNodes(SentNodes):
     """matmul -> views and row-wise ops -> all-to-all.
 
+    An *atom* is a dim or a factor of a dim. A *rank atom* counts ranks (``sites.layouts``).
+
     Attributes:
         layouts: the layouts of the nodes from the matmul to the all-to-all. In each layout, a rank atom of size 1
             stands before the matmul's rows. ``sites.row_wise`` takes the dim of the rank atom as the rows.
@@ -59,7 +61,7 @@ class BandedNodes(SentNodes):
 
     @property
     def in_bands(self) -> Layout:
-        """The layout of a band as it is sent: one run of elements of each rank's slice."""
+        """The layout of a band as it is sent: for each rank, one run of elements of the rank's slice."""
         others = [a for a in self.slice if a is not self.band]
         return Layout(((self.receivers,), (self.band, *others)))
 

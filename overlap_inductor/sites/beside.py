@@ -3,15 +3,16 @@
 
 The search for a matmul follows paths of at most ``STEPS`` nodes. For a gather or an all-to-all, it covers the nodes
 after the collective. If it finds no matmul there, it then covers the nodes before the collective. For any other
-collective, it covers only the nodes before the collective. Of the matmuls found, the reason names a grouped one, else
-the nearest one. It also names the first of these obstacles:
+collective, it first covers the nodes before the collective, then the nodes after it. Of the matmuls found, the reason
+names a grouped one, else the nearest one. It also names the first of these obstacles:
 
 1. The matmul's kind cannot be cut: grouped, a product with a vector, or unknown to ``matmuls.parse``.
 2. An op between matmul and collective is not pointwise and does more than move elements.
 3. A slice or ``cat`` is between them.
 4. No cut of the matmul matches the collective's shards.
 
-If a reduction has no matmul before it but one after it, the reason names that matmul and no obstacle.
+If a collective is neither a gather nor an all-to-all, and its matmul is after the collective, the reason names no
+obstacle.
 """
 
 from __future__ import annotations

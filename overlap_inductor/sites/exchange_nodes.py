@@ -23,7 +23,8 @@ from overlap_inductor.sites.reduce_nodes import ReduceNodes
 class SentNodes(ReduceNodes):
     """matmuls -> views and pointwise ops -> all-to-all.
 
-    ``received``: layout of the collective's result, in the atoms of ``layouts``.
+    ``received``: layout of the collective's result. It lists the atoms of each dim. An atom is a dim, or a factor of a
+    dim (``layouts.Atom``).
     """
 
     received: Layout = field(default_factory=lambda: Layout(()))
@@ -36,8 +37,8 @@ class SentNodes(ReduceNodes):
 
     @property
     def lead(self) -> Size:
-        """The outermost size of a rank's slice in the matmuls' layout. Sub-chunks are cut along it, so each sub-chunk
-        is a contiguous run of the slice."""
+        """The size of the outermost dim of a rank's slice, in the matmuls' layout. Sub-chunks cut this dim, so each
+        sub-chunk is a contiguous run of the slice."""
         sharded = self.sharded
         if sharded.dim:
             return self.shape[0]
@@ -45,7 +46,7 @@ class SentNodes(ReduceNodes):
 
     @property
     def rest(self) -> Size:
-        """Elements of a rank's slice for each index of ``lead``."""
+        """The number of elements of a rank's slice at each index of its outermost dim."""
         sharded = self.sharded
         others = [sharded.outer * sharded.chunk if d == sharded.dim else s for d, s in enumerate(self.shape)][1:]
         inside = [] if sharded.dim or (isinstance(sharded.outer, int) and sharded.outer == 1) else [sharded.chunk]

@@ -71,8 +71,8 @@ def bytes_read(node: fx.Node) -> float:
 
 
 def _of_attention(node: fx.Node, name: str) -> float | None:
-    """The forward op has two products of queries x keys x a head's size. The backward op has five: three with the size
-    of a query, and two with the size of a value."""
+    """The FLOPs of an attention op, or ``None`` if a size is not known. The forward op has two products of queries x
+    keys x a head's size. The backward op has five: three with the size of a query, and two with the size of a value."""
     query, key, value = (_sizes(operators.argument(node, operand)) for operand in ("query", "key", "value"))
     if not query or not key or not value:
         return None

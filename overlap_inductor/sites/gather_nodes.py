@@ -31,7 +31,7 @@ class GatherConsumer:
         operand: ``lhs`` or ``rhs``.
         role: role of the gathered dim: M, N, K or B.
         layout: the operand's layout, without padding that the graph cuts off.
-        sharded: the operand's dim that holds the rank atom.
+        sharded: the operand's dim that holds the rank atom, which counts the ranks (``sites.layouts``).
     """
 
     matmul: MatmulNode
@@ -140,7 +140,7 @@ class GatherNodes(SiteNodes):
         return False
 
     def between(self) -> set[fx.Node]:
-        """The nodes after the wait from which the matmuls' gathered operands are computed, with these operands."""
+        """The matmuls' gathered operands, and the nodes after the wait from which these operands are computed."""
         known: dict[fx.Node, bool] = {}
         found: set[fx.Node] = set()
         pending = [c.operand_node for c in self.consumers]

@@ -91,8 +91,8 @@ class HeldNodes(SiteNodes):
         return [c for c in self.exchanges if self.attention.node < c.node]
 
     def places(self) -> list[Placement]:
-        """At most one place. If an exchange starts after the attention, the place is right before the attention.
-        Otherwise, if there are ``early_readers``, the place is right after the attention."""
+        """At most one place for the site's steps. If an exchange starts after the attention, the place is right before
+        the attention. If none does, but there are ``early_readers``, the place is right after the attention."""
         attention = self.attention.node
         operands = [node for c in self.late_starts() for node in c.node.all_input_nodes]
         if operands:

@@ -66,7 +66,8 @@ class ReduceNodes(SiteNodes):
         ends: the collectives; several if the results of all-reduces are added.
         result: the wait, or the sum of the waits.
         leaves: the matmuls that compute the result, without those that compute a leaf's left operand.
-        layouts: the layouts of the nodes that pieces compute or read, in the atoms of the collective's input.
+        layouts: the layouts (``sites.layouts``) of the nodes that pieces compute or read. Their atoms are those of the
+            collective's input.
         through: source of each view-like node.
         externals: tensors that the pieces read and the site does not compute.
         sharded: the dim that is cut, in the matmuls' output or in ``region.layout``.

@@ -32,10 +32,12 @@ aten = tools.aten
 
 def position(atoms: tuple[Atom, ...], lead: Atom) -> tuple[str, Size] | None:
     """``(place, rows)``: where the atom ``lead`` lies in a dim of ``atoms``, and how many rows one index of it spans.
-    Shards are cut into parts along ``lead``.
+    Shards are cut into parts along ``lead``. (An atom is a dim or a factor of a dim. The rank atom counts the ranks:
+    ``sites.layouts``.)
 
     - ``chunk``: right after the rank atom;
-    - ``outer``: first in a dim, with the rank atom behind it. ``rows`` then counts outer indices (``ShardedDim``);
+    - ``outer``: first in a dim, with the rank atom behind it. ``rows`` is then the number of indices of the atoms
+      between ``lead`` and the rank atom;
     - ``cross``: first in a dim without a rank atom.
 
     ``None`` if a part is not a run of consecutive rows of the dim.

@@ -2,7 +2,8 @@
 """Compute the layout of the result of a row-wise op after a gather, for example of a norm.
 
 Rows are the indices of the gathered dim. An op is row-wise if each row of its result depends only on the same row of
-its inputs. So the op can be computed on a part of the rows. In the notation of ``sites.layouts``::
+its inputs. So the op can be computed on a part of the rows. A bracket holds the *atoms* of one dim: the dim itself,
+or its factors (``sites.layouts``). R counts the ranks::
 
     gathered [R s] [h] -> pow, mean(-1), rsqrt, mul -> [R s] [h]      the mean needs the whole of h
     gathered [R s] [h] * scale [rows, 1] -> [R s] [h]                 scale is cut with the rows

@@ -12,8 +12,8 @@ Rules:
   node, the end. If several nodes can be the end, the last one is taken.
 - A tail reads at most ``MOST_EXTRAS`` other tensors (extras), which come before the site's collective. Each extra is a
   row, a column, one element or of the result's shape.
-- No extra is the result of another collective. Otherwise nodes of the tail could be part of a norm that the other
-  collective's site computes.
+- No extra is the result of another collective. If an extra were such a result, nodes of the tail could be part of
+  a norm that the other collective's site computes.
 - The end must be needed in memory. If the end is not needed there, a tail gains nothing, because Inductor fuses the
   pointwise nodes into their readers. The end is needed in memory in these cases:
 

@@ -30,7 +30,8 @@ def compiled_by_inductor() -> list[str]:
 def _name(code: CodeType) -> str:
     file = Path(code.co_filename)
     if file.is_relative_to(Path(torch.__file__).parent):
-        # Most often a compiled module of torch.nn. Its code is that of a wrapper in Dynamo, whose name says nothing.
+        # The function is most often a compiled module of torch.nn. Its code is that of a wrapper in Dynamo. The
+        # wrapper's name says nothing about the module.
         return "a module of torch.nn"
     name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no qualified name
     return f"{name} ({file.name}:{code.co_firstlineno})"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from overlap_inductor.torch_compat.target import on_gpu
 from overlap_inductor.torch_compat.target import target
 
-# Used by every call of an op: a global of this module is faster than an attribute of ``torch.cuda``.
+# Every call of an op uses these functions. As globals of this module, they are found faster than in ``torch.cuda``.
 _initialized, _capturing = torch.cuda.is_initialized, torch.cuda.is_current_stream_capturing
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 """``(GPU's number) -> address of its current stream``."""
@@ -169,8 +169,8 @@ class Reach(NamedTuple):
 
 
 def reach() -> Reach | None:
-    """The ``Reach`` of a GPU of ``target``, if there is a target. Otherwise the ``Reach`` of this process's GPU, or
-    ``None`` before CUDA is initialized."""
+    """If plans are made for another machine (``target``): the ``Reach`` of one of its GPUs. If not: the ``Reach`` of
+    this process's GPU, or ``None`` before CUDA is initialized."""
     if (box := target()) is not None:
         return Reach(box.capability, box.gpus, box.gpus, ())
     if not torch.cuda.is_initialized():

@@ -21,8 +21,9 @@ from overlap_inductor.transports.transport import Message
 
 
 def _communicator(owner: Owner) -> torch.Tensor:
-    """Create the group's communicator by a collective. Otherwise NCCL creates it in the group's first operation, which
-    waits for all ranks. If a rank has no message, the others would wait for ever."""
+    """Create the group's communicator by a collective, in which all ranks take part. Without this collective, the
+    group's first messages would create it, and would wait for all ranks. If a rank had no message, the others would
+    then wait for ever."""
     one = torch.ones(1, device=owner.device)
     dist.all_reduce(one, group=owner.group)
     return one

@@ -178,8 +178,8 @@ def test_the_planner_keeps_large_bags_of_a_large_batch(monkeypatch: pytest.Monke
 
 
 def test_the_planner_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel runs lookups and exchange at once, and saves launches. It does not pay if the lookups take much longer
-    than the exchange."""
+    """The kernel runs the lookups beside the exchange, and saves launches. It does not pay if the lookups take much
+    longer than the exchange."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     schedule, estimate = _chosen(8, 16384)

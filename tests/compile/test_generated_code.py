@@ -204,8 +204,9 @@ def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Te
 
 def test_the_scheduler_traces_no_kernel_again_for_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the graph, a symbolic integer (the rank's symbol) stands for the rank. Inductor asks each pointwise kernel for
-    the symbols that it reads, and would trace the kernel again for the answer. The hook answers with what the scheduler
-    has noted before. The answer must have the symbols of a new trace."""
+    the symbols that it reads, and would trace the kernel again for the answer. This package's wrapper of
+    ``get_read_writes`` answers with what the scheduler has noted before. The answer must have the symbols of a new
+    trace."""
     install_hooks()
     ours = ComputedBuffer.get_read_writes
     used: dict[str, set[str]] = {}

@@ -154,8 +154,8 @@ def test_a_transfer_that_would_be_cut_is_not_captured(given: list[list[type]], s
 
 @pytest.mark.parametrize("budget", [4000, 30], ids=["both unrolled", "a looping op, then an unrolled one"])
 def test_the_rank_is_made_before_all_transfers_of_its_group(given: list[list[type]], budget: int) -> None:
-    """The rank comes first even if another op of the chain stands before the transfer. Otherwise the rank's kernel
-    would cut the transfer into two partitions."""
+    """The kernel that computes the rank comes before the transfers, even if another op of the chain stands before a
+    transfer. If this kernel stood inside a transfer, it would cut the transfer into two partitions."""
 
     def block(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return gathered(torch.relu(scattered(x, w)), v)

@@ -82,8 +82,8 @@ def patterns(schedule: str, rank: int, world_size: int) -> list[str]:
 
 
 def fp8(schedule: str, rank: int, world_size: int, calls: int, count: int) -> list[str]:
-    """Compare all fp8 patterns with fp64. Then stress and replay three of them. Each of the three must give bitwise
-    equal results. Returns the problems."""
+    """Compare all fp8 patterns with fp64. Then stress and replay three of them. All results of one pattern must then be
+    bitwise equal. Returns the problems."""
     sites = scaled_sites.cases(world_size, FACTOR)
     problems = against_fp64(schedule, rank, sites, scaled_sites.made)
     torch._dynamo.reset()

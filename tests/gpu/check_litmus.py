@@ -445,7 +445,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, help="default: 20000, or 200 if ranks share GPUs")
     parser.add_argument(
-        "--copied-rounds", type=int, help="most rounds with the copy engine; default: 2000, or 20 if ranks share GPUs"
+        "--copied-rounds",
+        type=int,
+        help="limit of rounds with the copy engine; default: 2000, or 20 if ranks share GPUs",
     )
     parser.add_argument("--only", default="", help="run only the writers whose names begin with this")
     parser.add_argument("--ranks-share-gpus", action="store_true")

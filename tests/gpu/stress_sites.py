@@ -143,8 +143,8 @@ def sites(
     """Make a site for each name, and the sites' workspace, which schedule ``wave_groups`` does not need. All ranks of
     the group call this together.
 
-    Returns each site's calls, with ``INPUTS`` inputs of each shape. The group's workspace has up to two parts (slots),
-    which the sites take in turn. Equal seeds give equal inputs, also in another group.
+    Returns each site's calls, with ``INPUTS`` inputs of each shape. The group's workspace has up to two parts (slots).
+    If there are two, neighbouring sites have different slots. Equal seeds give equal inputs, also in another group.
     """
     made = [
         _Site(variant, group, f"{name} {variant.schedule} {variant.pattern} {variant.way}", (seed, i))

@@ -18,7 +18,7 @@ SENT, RECEIVED, CONTRACTED = "matmul_all_to_all", "all_to_all_matmul", "contract
 has an op of its own, so it counts as a pattern here."""
 PATTERNS = (GATHER, SCATTER, REDUCE, SENT, RECEIVED, CONTRACTED)
 BANDED = {"parts": 2, "parts_from": 0}
-"""Schedule ``fused`` cuts each shard into two bands, whatever its size."""
+"""The settings with which schedule ``fused`` cuts each shard into two bands, whatever the shard's size."""
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,8 @@ def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
             function, backend=interpreted(OverlapConfig(schedule="chunked", mode="strict", max_tokens=100), reports)
         )
         tokens = inputs[0][1][0]
-        # Shards of the first three counts have fewer rows than ``grain``. The last count is above ``max_tokens`` and
-        # runs without overlap.
+        # With the first three counts, a shard has fewer rows than ``ChunkedParameters.grain``, so it is not cut. The
+        # last count is above ``max_tokens`` and runs without overlap.
         for rows in (24, 7, 2, 60):
             rows *= 1 if name.startswith("gather") else world_size
             now = [

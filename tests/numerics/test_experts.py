@@ -25,7 +25,8 @@ from tests.support.graph_text import waste
 from tests.support.interpreted import interpreted
 
 TOLERANCE = 4e-2
-"""The layers compute in bf16, the only dtype in which ``torch.compile`` traces ``_grouped_mm``."""
+"""The limit of the relative error. The layers compute in bf16, the only dtype in which ``torch.compile`` traces
+``_grouped_mm``."""
 SPELLINGS: dict[str, dict[str, Any]] = {
     "put": {},
     "argsort": {"spelling": {"places": "argsort"}},

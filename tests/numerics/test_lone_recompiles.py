@@ -198,8 +198,8 @@ def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_kept_plan_that_ran_before_needs_no_answer(tmp_path: Path) -> None:
-    """The recompiled graph exchanges the data of the old graph, so its plan is not new. The rank must not wait for an
-    answer, which never comes."""
+    """The recompiled graph exchanges the data of the old graph, so its plan is not new. The rank that recompiled
+    must not wait for the other rank's plan, which never comes."""
     for result in run_ranks(2, _compiled_again, str(tmp_path)):
         assert result["wrong"] == result["warnings"] == [] and result["page"] is None and result["seconds"] < 8, result
 

@@ -35,7 +35,7 @@ TIMEOUT = 60
 
 
 def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run ``_once``. The ranks compare plans as for graphs on GPUs, and not through the store at every call."""
+    """Run ``_once``. The ranks compare plans only at a graph's first call, as GPU ranks without shared memory do."""
     compare_as_on_gpus()
     return _once(rank, world_size, fields)
 

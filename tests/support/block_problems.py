@@ -17,8 +17,8 @@ from tests.support.graph_text import waste
 from tests.support.interpreted import interpreted
 
 # {checkpointing: {phase: (sites found, sites overlapped)}}. The forward graph of a block has two gathers and two
-# scatters, and so has the backward graph. With checkpointing, backward also repeats the collectives whose results it
-# needs and that were not saved.
+# scatters, and so has the backward graph. With checkpointing, backward also repeats a collective if it needs the
+# collective's result, and this result was not saved.
 EXPECTED = {
     "none": {"forward": (4, 4), "backward": (4, 4)},
     "full": {"forward": (4, 4), "backward": (7, 7)},

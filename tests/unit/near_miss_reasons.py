@@ -202,7 +202,7 @@ def reduced_experts(made: HandGraph, saved: bool) -> OverlapReport:
     """The experts' results are weighted, put back into the order of the tokens, and summed.
 
     - ``saved``: the weighted results are also an output;
-    - otherwise: a running sum over the rows of the results is weighted in place of the results.
+    - not ``saved``: a running sum over the rows of the results is weighted, and the results are not.
     """
     y = grouped(made, made.input(8, 16, dtype=torch.bfloat16), 8)
     if not saved:

@@ -90,7 +90,8 @@ def test_a_level_without_a_handler_shows_it(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_level_of_its_own_silences_it(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    """For example, ``TORCH_LOGS=-overlap_inductor`` sets such a level."""
+    """If the package's logger has level ERROR, the line is not shown. ``TORCH_LOGS=-overlap_inductor`` sets this
+    level."""
     log.setLevel(logging.ERROR)
     heard = listener(root)
     notice.show("line")

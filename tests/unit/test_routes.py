@@ -47,8 +47,8 @@ def hops(route: str, world_size: int, parts: int) -> list[list[routes.Hop]]:
 @every_size
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_every_hop_is_a_permutation(route: str, world_size: int, parts: int) -> None:
-    """In a hop, a rank sends one piece on each link. On each link, exactly one rank must send to each rank, and no rank
-    to itself. Each receive needs a send, because a receive without a send hangs its rank."""
+    """In a hop, ``sends[i]`` of all ranks are the sends on link ``i``. On each link, exactly one rank must send to each
+    rank, and no rank to itself. Each receive needs a send, because a receive without a send hangs its rank."""
     for ranks in hops(route, world_size, parts):
         for link in range(len(ranks[0].sends)):
             assert sorted(h.sends[link].peer for h in ranks) == list(range(world_size))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of small messages: one-shot or two-shot, the segments of a call, and the workspace.
+"""The plan of small messages: one-shot or two-shot, the segments of a call, and the workspace. A *segment* is
+the part of a row that one block sends.
 
 - One-shot has one leg: each rank sends its partial rows to all peers, and sums all rows.
 - Two-shot has two legs: each rank sends its partial rows to their owners. Each owner sums its rows, and sends the sums

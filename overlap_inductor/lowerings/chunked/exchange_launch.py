@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum, with the same order of rows
-(``reduce_launch``). The product is stored with each rank's slice as a run of rows, even if the slice has columns of ``a
-@ b`` (``SlicedMatmul``). So the product is never permuted for the exchange.
+(``reduce_launch``). The product is stored with each rank's slice as a run of rows, even if a slice consists of
+columns of ``a @ b`` (``SlicedMatmul``). So the product is never permuted for the exchange.
 
 The result has the product's memory: the slice from a rank takes the place of the slice for that rank. The copy out of
 the workspace runs after the join with the side stream, so all slices have been sent.

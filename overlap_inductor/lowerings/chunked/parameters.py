@@ -137,7 +137,7 @@ def fitted(
     sent, other = (inner, columns) if gathers else (columns, inner)
     shard_bytes = rows * sent * sent_itemsize
     if bands == 0:
-        # A band is one piece for each peer, and each piece has a fixed cost.
+        # A band is one piece for each peer, and each piece has a fixed cost. So a small shard gets few bands.
         bands = (
             max(1, min(MOST_BANDS, 4 * shard_bytes // (max(world_size, 4) * BAND_BYTES)))
             if pattern == "matmul_all_reduce"
@@ -162,8 +162,8 @@ def fitted(
 
 
 def fitted_bands(world_size: int, rows: int, columns: int, row_bytes: int, p: ChunkedParameters) -> ChunkedParameters:
-    """``fitted`` for an all-to-all before matmuls that contract the exchanged dim: the most bands whose tiles still
-    occupy all SMs, at most ``MOST_BANDS``.
+    """``fitted`` for an all-to-all before matmuls that contract the exchanged dim. If ``p.bands`` is 0, this
+    function chooses 1 to ``MOST_BANDS`` bands: the most for which a band has, on average, a tile for each SM.
 
     Args:
         rows: rows of a slice. The operand and the result have the same number of rows.
@@ -207,7 +207,7 @@ def part_rows_of(rows: int, world_size: int, parameters: ChunkedParameters) -> i
 
 
 def chunk_bounds(parts: int, world_size: int, parameters: ChunkedParameters) -> list[int]:
-    """Numbers of the parts (``transports.transfer``) at which chunks begin, then the number of all parts.
+    """Indices of the parts (``transports.transfer``) at which chunks begin, then the number of all parts.
     ``parameters``: from ``fitted``."""
     count = parts * (world_size - 1)
     if parameters.sizes:

@@ -54,7 +54,8 @@ def prepare_gather(call: Received, launch: Launch, p: FusedParameters) -> Kernel
     a, own, rhs, world_size = call.a, call.own, call.rhs, launch.world_size
     rows, inner = own.shape
     copied, slices = call.copied(p), slices_of(world_size, own, rhs, p)
-    # Copies send a shard as one band. A copy for each band would cost more time than it saves.
+    # If a transport copies the rows (``copied``), a shard is one band. A copy for each band would cost more time than
+    # it saves.
     part_rows = -(-rows // p.block_m) * p.block_m if copied else band_rows(rows, world_size, p)
     transposed = {lies_transposed(b) for b in rhs}
     if len(transposed) > 1 or not 1 <= len(rhs) <= MOST_WEIGHTS:

@@ -155,7 +155,7 @@ def parameters_of(settings: str, blocks: int) -> FusedParameters:
 
 
 def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor], parameters: FusedParameters) -> int:
-    """Slices along K of a gather of ``shard [rows, K]`` multiplied by each of ``rhs [K, N]``.
+    """The number of slices along K in which ``shard [rows, K]`` is pushed. ``rhs``: the gather's weights ``[K, N]``.
 
     If there are more than ``slices_tiles`` tiles, fewer slices suffice: the SMs can multiply tiles of arrived shards. A
     shard that ``copiers`` send is not sliced.
@@ -180,8 +180,8 @@ def band_rows(rows: int, world_size: int, parameters: FusedParameters) -> int:
 
 
 def pushers_of(inner: int, parameters: FusedParameters) -> int:
-    """Blocks that push in an all-reduce with K ``inner``. They should push as fast as the others multiply. A tile's
-    matmul takes a time proportional to K."""
+    """The number of blocks that push in an all-reduce with K ``inner``. They should push as fast as the others
+    multiply. A tile's matmul takes a time proportional to K, so fewer blocks push if K is larger."""
     return parameters.pushers or min(max(1, round(parameters.push_inner / inner)), parameters.blocks // 2 or 1)
 
 

@@ -112,12 +112,13 @@ def prepare_reduce_scatter(
     average: bool,
     tail: Tail,
 ) -> Callable[..., None]:
-    """Prepare the kernel. The returned function launches the kernel with ``(a, b, out, bias)`` and the extra tensors.
+    """Prepare the kernel. The returned function launches the kernel with ``(a, b, out, bias)`` and ``tail.operands``.
     The shapes are ``a [world_size * rows, K]``, ``b [K, N]``, ``out [rows, N]``. Without a bias, pass ``out`` in its
     place.
 
     Raises:
-        UnsupportedError: the kernel does not support its operands, or the slot is too small.
+        UnsupportedError: the kernel does not support its operands, or ``launch.slot`` is too small. The slot is the
+            part of the workspace that the call uses.
     """
     if a.shape[0] % launch.world_size:
         raise UnsupportedError(f"{a.shape[0]} rows cannot be cut into {launch.world_size} equal shards")
@@ -147,8 +148,8 @@ def prepare_all_to_all(
     bias: torch.Tensor | None,
     by_columns: bool,
 ) -> Callable[..., None]:
-    """As ``prepare_reduce_scatter``, but without extra tensors, and ``out [world_size * rows, N]``. With
-    ``by_columns``, ``a [rows, K]`` and ``b [K, world_size * N]``."""
+    """As ``prepare_reduce_scatter``, but without a tail, and ``out [world_size * rows, N]``. With ``by_columns``,
+    ``a [rows, K]`` and ``b [K, world_size * N]``."""
     world_size = launch.world_size
     cut, what = (b.shape[1], "columns") if by_columns else (a.shape[0], "rows")
     if cut % world_size:

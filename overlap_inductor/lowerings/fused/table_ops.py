@@ -68,7 +68,7 @@ def _saved(
     mode: str,
     last_offset: bool,
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Tensors for the other results of ``_embedding_bag``, for each table."""
+    """For each table, uninitialized tensors for the results of ``_embedding_bag`` after the first."""
     if all(i.is_cuda for i in indices):
         return [
             (i.new_empty(i.shape[0]), i.new_empty(o.shape[0]), i.new_empty(0))

@@ -14,9 +14,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_WIDTH = 1024
 """Largest number of elements of a row. Each of a block's 128 threads then holds 8 sums for each bag."""
 MOST_RANKS = 1024
-"""Largest group: a slot has one flag for each source, and one counter for each receiver."""
+"""Largest group: a slot, a call's part of the workspace, has a flag for each source and a counter for each receiver."""
 PIECES_A_BLOCK = 8
-"""Pieces that a block claims on average, if there are enough bags. With fewer, some blocks end long before others."""
+"""Pieces that a block claims on average, if there are enough bags. If blocks claimed fewer pieces, some blocks would
+end long before others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,8 @@ class TableParameters:
         return self.bags or max(1, self.warps * 32 * (16 // itemsize) // power_of_two(width))
 
     def piece_rows(self, rows: int, tables: int, world_size: int, bags: int) -> int:
-        """Bags in one piece, a multiple of ``bags``. A slice has ``rows`` bags."""
+        """Bags in one piece, a multiple of ``bags``. ``rows``: bags of the part of the batch that belongs to one
+        rank."""
         turns = world_size * tables * -(-rows // bags) // (self.blocks * self.blocks_an_sm * PIECES_A_BLOCK)
         return bags * max(1, min(turns, self.most))
 

@@ -3,8 +3,8 @@
 (``one_op.exchange_ops``).
 
 Matmuls may contract the exchanged dim, as the output projection of Ulysses attention does. Then the op's name has
-``contracted_`` before the pattern, and the left operand has the slices of all ranks side by side. The slices are not
-multiplied by one vendor matmul each: the sum would be rounded after each slice, or kept in memory in fp32. Instead:
+``contracted_`` before the pattern, and the left operand has the slices of all ranks side by side. If each
+slice had a vendor's matmul of its own, the sum would be rounded after each slice, or kept in memory in fp32. Instead:
 
 - In schedule ``fused``, a Triton kernel adds up the products of the slices in registers
   (``lowerings.fused.contraction``).
@@ -162,7 +162,7 @@ class ReceivedRows(GatherRows):
 
 def _contracts(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
     """Whether the matmul contracts the exchanged dim of its left operand, and an op can compute it. The operand must
-    have the slices side by side, each in the order in which it is sent."""
+    have the slices side by side, and each slice's elements in the order in which they are sent."""
     return (
         (consumer.role, consumer.operand) == ("K", "lhs")
         and consumer.matmul.kind in PLAIN
@@ -206,14 +206,15 @@ def _write_contracted(
 
 
 def _is_operand(consumer: GatherConsumer, nodes: ReceivedNodes) -> bool:
-    """Whether the op's ``operand`` can take the place of the matmul's left operand."""
+    """Whether the received tensor that the op returns can take the place of the matmul's left operand."""
     node, outer = consumer.operand_node, consumer.sharded.outer
     in_ranks_order = isinstance(outer, int) and outer == 1
     return in_ranks_order and node is not nodes.collective.wait and tools.value(node).is_contiguous()
 
 
 def _given_from_operand(emit: StepEmitter, nodes: ReceivedNodes, operand: fx.Node) -> fx.Node:
-    """As ``exchanged_rows.given``, but from ``operand``."""
+    """The collective's result, for its readers besides the site's matmuls. ``operand``: the left operand that the op
+    returns."""
     rank, first = next(a for a in nodes.given.flat() if a.rank), nodes.consumers[0]
     columns = (rank, *first.sharded.before, *first.sharded.after)
     layout = Layout((first.layout.refined().dims[0], columns))

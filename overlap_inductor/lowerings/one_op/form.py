@@ -43,8 +43,8 @@ class RowsForm(Protocol):
         ...
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        """For a loopable site: whether the op knows the token count from its rows. Then it can run the plain collective
-        for few tokens."""
+        """For a loopable site: whether the rows of the op's operand tell the op the token count. If so, the op can
+        run the plain collective for few tokens."""
         ...
 
     def computed_between(self, site: OverlapSite) -> fx.Node | None:
@@ -105,7 +105,8 @@ def served(site: OverlapSite) -> OverlapSite:
 
     * Gather: the plain matmuls that read the gathered tensor in the shape and dtype of the first of them. The others,
       for example a weight's gradient, read the gathered tensor that the op returns.
-    * All-to-all: likewise. If there is no such matmul, those that contract the exchanged dim.
+    * All-to-all before the matmuls: likewise, with the exchanged tensor in place of the gathered one. If there is no
+      such matmul, those that contract the exchanged dim.
 
     Returns ``site`` unchanged if the op can compute all matmuls or none. A gather with scaled and plain matmuls is
     returned unchanged, too.

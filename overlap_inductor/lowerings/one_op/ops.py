@@ -38,7 +38,7 @@ Optional = Sequence[torch.Tensor | None]
 
 class SitePlan(Protocol):
     """What an op calls in the schedule's ``parameters`` module. ``needed`` returns the ``(bytes, signals)`` of a call's
-    slot."""
+    slot: the part of the workspace that the call uses."""
 
     def parameters_of(self, settings: str, blocks: int, /) -> Any: ...
     def needed(

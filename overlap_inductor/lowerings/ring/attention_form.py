@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ring cuts the gathers of keys and values before attention, and writes its steps (``form.RingForm``)."""
+"""How the ring cuts a site ``gathers of keys and values -> attention``, and writes its steps (``form.RingForm``)."""
 
 from __future__ import annotations
 

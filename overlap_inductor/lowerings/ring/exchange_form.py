@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ring cuts sites with all-to-alls, and writes its steps (``form.RingForm``). Each slice goes straight to the
-rank that receives it."""
+"""How the ring cuts a site ``matmul -> all-to-all`` or ``all-to-all -> matmul``, and writes the site's
+steps (``form.RingForm``). Each slice goes straight to the rank that receives it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from overlap_inductor.sites.step_emitter import part_count
 
 
 class SentRing:
-    """See ``form.RingForm``. The slices for the other ranks come first. Each piece is sent as soon as it is
-    computed."""
+    """The ring for ``matmul -> all-to-all`` (``form.RingForm``). The slices for the other ranks are computed
+    first. Each piece is sent as soon as it is computed."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         parts = part_count(nodes_of(site, SentNodes).lead, config.sub_chunks)
@@ -60,8 +60,8 @@ class SentRing:
 
 
 class ReceivedRing(GatherRing):
-    """See ``form.RingForm``. This rank's own tokens are multiplied first, the tokens of other ranks when they
-    arrive."""
+    """The ring for ``all-to-all -> matmul`` (``form.RingForm``). This rank's own tokens are multiplied first, the
+    tokens of other ranks when they arrive."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         return {**super().parameters(site, config), "route": unrolled_exchange.ROUTE}

@@ -78,7 +78,8 @@ class RingForm(Protocol):
         ...
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """The value of ``ExchangeTerms.cut``."""
+        """``(sizes of the dims that are cut for the transfer, words that follow the sizes in the text that ranks
+        compare)``. ``None`` if nothing is cut (``ExchangeTerms.cut``)."""
         ...
 
 

@@ -99,9 +99,9 @@ class Consumer:
             annotate_new(emit, piece)
             self.pieces.append(Piece(piece, shift, block, cross_start))
             return
-        # Without a crossing dim, total -1 adds up all pieces. With a crossing dim, total ``part`` adds up sub-chunk
-        # ``part`` of every shard. If the own shard comes as a whole, its product is total -1. Total ``part`` then
-        # starts as a slice of total -1. This slice has the range of sub-chunk ``part`` along the crossing dim.
+        # Without a crossing dim, ``totals[-1]`` adds up all pieces. With a crossing dim, ``totals[part]`` adds up
+        # sub-chunk ``part`` of every shard. If the own shard comes as a whole, its product is ``totals[-1]``. Then
+        # ``totals[part]`` starts as a slice of ``totals[-1]``: sub-chunk ``part`` along the crossing dim.
         band = part if cross_length is not None and part is not None else -1
         total = self.totals.get(band)
         if total is None and band >= 0 and -1 in self.totals:
@@ -112,7 +112,8 @@ class Consumer:
         self.totals[band] = node
 
     def _whole(self, x: fx.Node, dim: int) -> fx.Node:
-        """``x`` with zeros for the rows that the last shards lack. ``dim`` is indexed like the gathered dim."""
+        """``x`` with zeros for the rows that the last shards lack. ``dim``: the dim of ``x`` that corresponds
+        to the gathered dim."""
         if x not in self.whole:
             self.whole[x] = self.emit.whole_chunks(x, dim, self.consumer.sharded)
         return self.whole[x]

@@ -95,8 +95,8 @@ class GroupedRows:
     def _rows_read(
         self, node: fx.Node, done: dict[fx.Node, fx.Node], ordered: fx.Node, known: Container[fx.Node]
     ) -> dict[fx.Node, fx.Node]:
-        """``{tensor: its rows at the places ordered}`` for each tensor that ``node`` reads row by row, except
-        ``known``. New rows are added to ``done``."""
+        """``{tensor: tensor[ordered]}`` for each tensor that ``node`` reads row by row, except the tensors in
+        ``known``. Entries that ``done`` lacks are added to it."""
         found = {}
         for source in (n for n in node.all_input_nodes if n not in known):
             if source not in done and tools.is_tensor(source) and cut_by_rows(source, self._row_count):

@@ -200,5 +200,5 @@ def _in_ranks_order(emit: StepEmitter, consumer: GatherConsumer) -> fx.Node:
 
 def _in_place(emit: StepEmitter, x: fx.Node, dim: int, sharded: ShardedDim, from_ranks: bool) -> fx.Node:
     """``x`` with the indices of ``dim`` moved from the ranks' order to the tensor's own order. If not ``from_ranks``,
-    they are moved back."""
+    they are moved from the tensor's own order to the ranks' order."""
     return (columns_in_place if dim else rows_in_place)(emit, x, sharded, from_ranks)

@@ -226,7 +226,7 @@ def multiply_arrivals(
         others: each matmul's other operand.
         places: the rows of each shard's sub-chunks in ``gathered`` (``routes.places``).
         exchange: brings the sub-chunks; closed at the end. ``None`` if the shards have no elements.
-        sent: what a hop sends, as ``Exchange.post`` takes it.
+        sent: a function of a hop's number. It returns what the hop sends, for ``Exchange.post``.
     """
     world_size, rank, parts = group.size(), group.rank(), len(places[0]) - 1
     matmuls = [Matmul(f, gathered, o, b, places) for f, o, b in zip(forms, others, biases, strict=True)]

@@ -47,7 +47,7 @@ def computes(pattern: str, nodes: ReduceNodes) -> bool:
 def rewrite(
     emit: StepEmitter, pattern: str, nodes: ReduceNodes, parts: int, floor: int
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """As ``looped_reduce.rewrite``."""
+    """Write the site as one op. Arguments and results are those of ``looped_reduce.rewrite``."""
     matmul, collective = _matmul(nodes), nodes.collectives[0]
     if matmul is None:
         raise RuntimeError(

@@ -55,8 +55,9 @@ def send_as_made(
     exchange: exchanges.Exchange | None,
     group: dist.ProcessGroup,
 ) -> Tensors:
-    """Compute the pieces for the other ranks, in the order of routes ``owner`` and ``direct``. Each piece is sent
-    before the next one is computed. Returns the pieces, which must live until their hops have ended.
+    """Compute the pieces for the other ranks, in the order of the routes ``owner`` and ``direct``
+    (``transports.routes``). Each piece is sent before the next one is computed. Returns the pieces, which must live
+    until their hops have ended.
 
     Args:
         piece: ``piece(slot, part)`` computes sub-chunk ``part`` of the slice for rank ``slot``.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ring cuts sites ``lookups -> all-to-all`` and ``all-to-all -> gradients of tables``, and writes its steps
-(``form.RingForm``). Each block (``sites.lookup_nodes``) goes straight to the rank that receives it."""
+(``form.RingForm``). A *block* holds the results or gradients of one table for one rank's part of the batch. Each block
+goes straight to the rank that receives it."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ from overlap_inductor.sites.step_emitter import part_count
 
 
 def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
-    """Sub-chunks are groups of tables. A group holds the slices of all ranks, so a group is larger than the sub-chunk
-    of another form. The transfer of the last group (for gradients, of the first group) is exposed. To keep this
-    transfer short, there are up to ``4 * config.sub_chunks`` groups."""
+    """Sub-chunks are groups of tables. A group holds the rows of all ranks for these tables. So a group is larger than
+    a sub-chunk of another form, which is a part of one rank's rows. The transfer of the last group (for gradients, of
+    the first group) is exposed. To keep this transfer short, there are up to ``4 * config.sub_chunks`` groups."""
     return {"sub_chunks": part_count(nodes.count, 4 * config.sub_chunks), "route": ROUTE}
 
 

@@ -75,8 +75,9 @@ def _joined(emit: StepEmitter, nodes: BandedNodes, node: fx.Node, pieces: list[f
 
 
 def _pieces(emit: StepEmitter, nodes: BandedNodes, start: Size, length: Size, after: fx.Node | None) -> BandPieces:
-    """Write the matmul of one band. Returns the band's ``BandPieces``. The band is ``length`` indices of
-    ``nodes.band``, from ``start`` on. ``after``: the token of the last send, if any."""
+    """Write the matmul of one band. Returns the band's ``BandPieces``. ``nodes.band`` is the factor of the matmul's
+    rows that is cut into bands. The band has ``length`` indices of this factor, from index ``start`` on. ``after``: the
+    token of the last send, if any."""
     leaf, rows = nodes.leaves[0], (start * nodes.unit, length * nodes.unit)
     lhs = emit.narrow(leaf.lhs, 0, *rows)
     product = matmuls.emit(emit.graph, leaf, lhs, leaf.rhs, {"M": lambda x, dim: emit.narrow(x, dim, *rows)})

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the two sites of a seam in bands: a reduce-scatter, and the gather after it.
 
-A band is a sub-chunk of every rank's shard. Each band has its own wait (reduce-scatter) or send (gather). So
-``passes.sequence.seams`` can move steps of the gather between the waits. ``r``: the rank::
+A band is a sub-chunk of every rank's shard. In the reduce-scatter, each band has its own wait. In the gather, each
+band has its own send. So ``passes.sequence.seams`` can move steps of the gather between the waits of the
+reduce-scatter. ``r``: the rank::
 
     for band: for i in 0 .. W-2: p = slice(r + 1 + i)[band]; send p to rank r + 1 + i
     own = slice(r)
@@ -66,7 +67,7 @@ def rewrite_scatter(emit: StepEmitter, nodes: ReduceNodes, bands: int) -> fx.Nod
 
 
 def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, bands: int) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Write the steps of a gather of rows. Returns what ``unrolled_gather.rewrite`` returns."""
+    """Write the steps of a gather of rows. Returns ``(gathered buffer, {old node: its replacement})``."""
     steps, shard = Steps(emit, nodes, bands), nodes.collective.input
     where = ("broadcast", emit.group_name, emit.site)
     shape, dtype = tools.shape(nodes.collective.node), tools.dtype(shard)

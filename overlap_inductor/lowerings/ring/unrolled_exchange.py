@@ -17,8 +17,7 @@ the matmul::
     send parts of x[r + 1]; received[r] = x[r]; y[r] = f(received[r]) @ w
     for i in 1 .. W-1, part: wait; send the next part; y[r - i][part] = f(received[r - i][part]) @ w
 
-Elements are sent in the order in which the matmul computes or reads them. So permutes around an all-to-all can become
-views. ``parts``: sub-chunks of a slice.
+Elements are sent in the order in which the matmul computes or reads them. ``parts``: sub-chunks of a slice.
 """
 
 from __future__ import annotations
@@ -73,8 +72,9 @@ def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int) -> Replaced:
 
 
 def _place(nodes: SentNodes, start: Size, length: Size) -> tuple[Block, tuple[Size, Size] | None]:
-    """``(block of the sharded dim, rows of dim 0)`` of a sub-chunk: ``length`` indices along ``SentNodes.lead``, from
-    ``start`` on. The rows are ``None`` if dim 0 is the sharded one."""
+    """``(block of the sharded dim, rows of dim 0)`` of a sub-chunk. The sub-chunk is cut along the outermost dim of a
+    slice (of size ``SentNodes.lead``): ``length`` indices, from index ``start`` on. The rows are ``None`` if dim 0 is
+    the sharded one."""
     sharded = nodes.sharded
     if sharded.dim:
         return Block.whole(sharded), (start, length)

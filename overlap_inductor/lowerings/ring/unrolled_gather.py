@@ -107,7 +107,8 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
 
 
 def _rest(shape: list[Size], lead: Atom | None) -> Size:
-    """Elements of a shard for each index of ``lead``; all its elements if ``lead`` is ``None``."""
+    """The number of a shard's elements for each index of ``lead``, a dim or a factor of a dim. If ``lead`` is ``None``,
+    the number of all the shard's elements."""
     if lead is None:
         return tools.numel(shape)
     index = next(i for i, s in enumerate(shape) if not (isinstance(s, int) and s == 1))

@@ -138,7 +138,7 @@ def _sum_parts(
     if lead or len(blocks) == 1:
         received = emit.reshape(buffer, [emit.world_size - 1, *tools.shape(own)])
         return summed(emit, own, received, reduce_op, dtype)
-    # In a slot of the buffer, sub-chunks follow each other. In the slice, their rows are interleaved.
+    # What a peer sends lies in the buffer sub-chunk after sub-chunk. In ``own``, the sub-chunks' rows are interleaved.
     dim = sharded.dim
     shape = tools.shape(own)
     split = emit.reshape(own, [*shape[:dim], sharded.outer, sharded.chunk, *shape[dim + 1 :]])

@@ -3,8 +3,8 @@
 kernel also computes the residual add and the RMSNorm that follow.
 
 Shapes: ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``, ``residual [M, N]``, ``weight [N]``; results ``[M, N]``. All ops
-return the chain's next token last. ``settings`` is JSON text of the ``SmallParameters`` that the plan fixes. A call's
-size decides the others.
+return the chain's next token last. ``settings`` is JSON text of the parameters that the plan fixes
+(``SmallParameters``). A call's size decides the other parameters.
 
 A call does not run the kernel if it has no rows, is larger than a small message, or gets no workspace. Then it runs the
 op of schedule ``beyond``, or the plain collective if there is none. Rows and workspace are equal on all ranks, so all

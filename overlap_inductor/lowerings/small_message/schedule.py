@@ -122,8 +122,8 @@ class SmallMessageSchedule:
         return self.forced(site, config) if cost.pays(sizes_at(site, scale), machine_of(site, config)) else None
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> list[PlanPiece]:
-        """Small messages serve calls of few tokens, whatever the token count of the example inputs. The other schedule
-        serves the larger token counts of its own plan. Other counts run ``keep``."""
+        """Small messages serve calls of few tokens, whatever the token count of the example inputs. The first plan in
+        ``others`` serves larger counts, from its first overlapped piece on. Counts between the two run ``keep``."""
         return _joined(own[0], others[0]) if others else own
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:

@@ -74,7 +74,7 @@ def local_shape(node: fx.Node, rows: Rows) -> list[Size]:
 
 def leading_dims(shape: Sequence[Size], tokens: Size, behind: Sequence[Size]) -> int | None:
     """The number of leading dims of ``shape`` that together have ``tokens`` elements. ``None`` if there is none, or if
-    the other dims have another number of elements than ``behind``."""
+    the other dims have another number of elements than a tensor of shape ``behind``."""
     for lead in range(1, len(shape) + 1):
         if same_size(tools.numel(list(shape[:lead])), tokens):
             same = same_size(tools.numel(list(shape[lead:])), tools.numel(list(behind)))

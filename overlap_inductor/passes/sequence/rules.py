@@ -12,7 +12,8 @@ T tokens, W ranks, t = ceil(T / W)::
 
 These are examples. An op needs all rows if neither ``rule_of`` nor the module ``sums`` of this folder
 knows it. The rules follow DTensor's op
-strategies (torch/distributed/tensor/_ops): Shard on the tokens, Replicate, and Partial for a sum over tokens.
+strategies (torch/distributed/tensor/_ops). In DTensor's terms, rows are ``Shard`` on the tokens. Tensors that are equal
+on all ranks are ``Replicate``, and a rank's part of a sum over tokens is ``Partial``.
 """
 
 from __future__ import annotations

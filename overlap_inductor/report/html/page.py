@@ -34,8 +34,8 @@ STRETCH_TONES = {"rewritten": TONES["overlapped"], "kept": TONES["kept"], "refus
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason code, and the groups of sites or near misses that have it. ``uses``: for each group, ``(place, text of
-    the reason)``."""
+    """A reason code, and the groups of sites or near misses that have it. ``uses``: for each group, ``(module
+    and size of the group, text of the reason)``."""
 
     status: str
     tone: str

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sketch one site's timeline on one rank, from the plan's estimates: as written, and by the plan.
+"""Sketch two timelines of one site on one rank: of the site as written, and of the site as planned. Lengths come from
+the plan's estimates.
 
 The steps follow a simple model:
 

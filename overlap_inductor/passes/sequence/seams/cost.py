@@ -131,7 +131,8 @@ def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
 
 
 def copy_seconds(seam: Seam, machine: Machine) -> float:
-    """Seconds to join bands for nodes outside the region: one read and one write of each tensor."""
+    """Seconds to join the bands of tensors that nodes outside the seam read (``Seam.joined``): one read and one write
+    of each tensor."""
     tensors = operators.tensors_in([tools.value(n) for n in seam.joined])
     nbytes = sum(hint(tools.numel(list(t.shape))) * t.dtype.itemsize for t in tensors)
     return 2 * nbytes / machine.memory_bytes

@@ -52,7 +52,7 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
 
 
 def added_nodes(seam: Seam, bands: int) -> int:
-    """Estimated number of FX nodes that bands add:
+    """Estimated number of FX nodes that bands add. The seam's region is the nodes between its two sites. Added are:
 
     - for each band but the first: the nodes of the region, and slices of other tensors that the region reads;
     - for each band but the first: the gather's steps for a piece of this rank's own rows;
