@@ -106,7 +106,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measured(case: Case, names: Sequence[str], clock: StampedClock, repeats: int) -> list[dict[str, Any]]:
-    """The rows of each way: one for each provider, and one for the matmul alone. All ranks call this together. Raises
+    """For each way, a JSON object for each provider and one for the matmul alone. All ranks call this together. Raises
     ``ValueError`` if a result is wrong."""
     site = Site(case, clock.device)
     expected, names = site.expected(), chosen(names, [], case, clock.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time layers of experts that are divided among the ranks, with each schedule and as the plain graph (``keep``).
+"""Time layers whose experts are divided among the ranks, with each schedule and as the plain graph (``keep``).
 
     torchrun --nproc-per-node 2 -m bench.experts
     torchrun --nproc-per-node 8 -m bench.experts --layers mixtral --tokens 32768 --forms dispatched

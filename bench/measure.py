@@ -38,8 +38,8 @@ def measure(
     seconds: float,
     where: Mapping[str, Any],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yields the rows of each of ``settings``: ``hidden`` or ``compiled`` (``bench.providers``). All ranks call this
-    together.
+    """Yields one list of result rows for each of ``settings``. A setting is ``hidden`` or ``compiled``
+    (``bench.providers``). All ranks call this together.
 
     Raises:
         WrongResult: a provider's result is wrong. All ranks raise it, and it names the provider.
@@ -66,8 +66,8 @@ def measure(
 
 
 def _checked(provider: Provider, site: Site, expected: torch.Tensor, clock: Clock) -> tuple[float, float | None]:
-    """Make one more call. Returns ``(error, extra bytes)``, each the maximum over ranks. On a CPU, the extra bytes are
-    ``None``.
+    """Make one more call. Returns ``(error, extra bytes)``, each the maximum over ranks. ``Clock.with_extra_bytes``
+    measures the extra bytes. On a CPU, they are ``None``.
 
     Raises:
         WrongResult: the error is larger than allowed.

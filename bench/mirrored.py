@@ -71,7 +71,7 @@ GIVEN = WINDOW // 2
 
 
 def margin_words(world_size: int) -> int:
-    """int32 words to leave free before a site's flags: the ``margin`` of ``mirrored``."""
+    """The number of int32 words to leave free before a site's flags. It is the argument ``margin`` of ``mirrored``."""
     return world_size * SIGNALS * FLAG_WORDS
 
 

@@ -9,7 +9,7 @@
 
 What a provider calls depends on the setting:
 
-- ``hidden`` (only GPU time counts): the op of a schedule that turns a site into one op is called directly. The ring and
+- ``hidden`` (only GPU time counts): if a schedule turns a site into one op, this op is called directly. The ring and
   ``auto`` are compiled graphs. ``keep`` runs eagerly.
 - ``compiled``: ``keep``, ``auto`` and every schedule are compiled graphs. Variants are left out.
 """
@@ -210,8 +210,8 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
 
 
 def compiled(site: Site, name: str, **switches: Any) -> Provider:
-    """A provider that computes the case as a model does, compiled and called once. With ``switches``, the package's
-    backend compiles it, else plain Inductor. All ranks call this together.
+    """A provider that computes the case as a model does. The provider's function is compiled, and has been called once.
+    With ``switches``, the package's backend compiles it, else plain Inductor. All ranks call this together.
 
     Raises:
         RuntimeError: the graph does not hold exactly one site, the site has another schedule than requested, or the

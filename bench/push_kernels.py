@@ -33,7 +33,7 @@ def push_striped(
         src: int32 ``[elements]``.
         peer_data, peer_flags: int64 ``[WORLD]``, the addresses of every rank's data and flags (int32 words).
         offset: in words. The address at ``offset`` in each rank's data is a multiple of 16 bytes.
-        elements: words, a multiple of 4.
+        elements: the number of words, a multiple of 4.
         rank: the sender's rank. A call adds ``BLOCKS`` to word ``(rank * PARTS + p) * 32`` of a peer's flags, the flag
             of part ``p``.
     """

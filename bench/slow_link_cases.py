@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of the slow-link benchmark: matmuls and lookups beside collectives, and layers of experts.
 
-``columns`` determines the time of a case's computation, and leaves the number of transferred bytes unchanged.
+A larger ``Sizes.columns`` makes a case's computation longer, and leaves the number of transferred bytes unchanged.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the slow-link benchmark: it times the plain program, the ring, the computation and the transfers.
 
-These four are timed in turn, with a barrier before each call. A time is in milliseconds: the maximum over ranks, then
-the median over calls. Before the timing, the ring's results on random data are compared with those of the plain
-program.
+Each round times one call of each of these four, with a barrier before each call. A time is in milliseconds: the maximum
+over ranks, then the median over calls. Before the timing, the ring's results on random data are compared with those of
+the plain program.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ timing, results are compared with fp32 on random data. A setting of ``small_mess
 its first results are wrong. All ranks' results must be bitwise equal, except for ``keep``, whose norm each rank tunes
 by itself.
 
-The providers are ``keep``, the settings of ``small_message``, and parts of their work (``Site.parts``). They are timed
-in turn. A row's time is the median over rounds, then the maximum over ranks, in microseconds for
-one call::
+The providers are ``keep``, the settings of ``small_message``, and parts of their work (``Site.parts``). Each
+round times each of them once. A row's time is the median over rounds, then the maximum over ranks, in microseconds
+for one call::
 
     us                         one call after a device sleep that hides the host (bench.timing)
     graph_us                   one call in a captured CUDA graph of 20 calls
@@ -241,7 +241,7 @@ def main() -> None:
             if arguments.out:
                 with open(arguments.out, "a") as file:
                     file.writelines(json.dumps({"tokens": tokens, **row, **environment}) + "\n" for row in rows)
-        # ``measure`` has already dropped the graphs. The site's tensors are freed when no work on the GPU is left.
+        # ``measure`` has already dropped the graphs. The site's tensors may be freed once the GPU has no work left.
         torch.cuda.synchronize()
         del site
     dist.barrier()

@@ -44,14 +44,14 @@ LOOP_MS = 8.0
 CALLS_IN_LOOP = 4, 40
 """Fewest and most calls in a sample with the host in the loop."""
 LEAST_REPEATS = 5
-"""If time is short, ``in_turn`` still takes this many samples of a call, or its argument ``most`` if that is less."""
+"""If time is short, ``in_turn`` still takes this many samples of a call, but never more than its argument ``most``."""
 
 Call = Callable[[], Any]
 
 
 def worst(values: Sequence[float]) -> list[float]:
     """The maximum over ranks of each value, the same list on all ranks. All ranks call this together. A NaN counts as
-    infinity, because the maximum of Python and that of some backends lose a NaN."""
+    infinity, because Python's ``max`` and the maximum of some backends may return a number in place of a NaN."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     tensor = torch.tensor(list(values), device=device, dtype=torch.float64).nan_to_num(nan=math.inf)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)

@@ -6,9 +6,9 @@
 Without turns, two ranks that are microseconds out of step send to one receiver at once. Each gets half of the
 receiver's link, and is further out of step when it sends to its next peer (``transports.copy_engine``).
 
-A call ends when the rows of all peers have arrived. A JSON row holds the median over samples, then the maximum over
-ranks. Transfers are timed alone, and while two matmuls run. Before the timing, the data that arrived is compared with
-the data that was sent.
+A call ends when the rows of all peers have arrived. Each rank takes the median of its samples. A JSON row
+holds the largest of these medians. Transfers are timed alone, and while two matmuls run. Before the timing, the data
+that arrived is compared with the data that was sent.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ previous group's collective have ended.
     torchrun --nproc-per-node 4 -m bench.wave_groups --tokens 4096 8192 --out bench/results/wave_groups.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 -m bench.wave_groups
 
-Before the timing, results are compared with fp32 on random data. Then providers are timed in turn (``bench.timing``).
+Before the timing, results are compared with fp32 on random data. Then the providers are timed in rounds. Each round has
+one call of every provider.
 A site's rows, by provider::
 
-    keep          the plain call. ``bound``: its time divided by that of matmul or collective, whichever is longer
+    keep          the matmul, then the collective. ``bound``: this call's time divided by the time of the longer of the
+                  two
     wave_groups   the call with the plan's partition and the plan's number of SMs left free for NCCL
     free N        a call that leaves N SMs free for NCCL, with the partition that is predicted to be best for N
     matmul        the matmul alone

@@ -25,8 +25,8 @@ Exchange = Callable[[torch.Tensor, Sizes, Sizes], torch.Tensor]
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """``experts``: experts of all ranks together. ``chosen``: experts of each token. ``hidden``, ``inner``: widths of
-    an expert."""
+    """``experts``: number of experts on all ranks together. ``chosen``: number of experts for each token. ``hidden``,
+    ``inner``: widths of an expert."""
 
     experts: int = 8
     chosen: int = 2
@@ -38,17 +38,20 @@ SMALL = ExpertSizes()
 
 
 def exchanged(x: torch.Tensor, received: Sizes, sent: Sizes) -> torch.Tensor:
-    """The all-to-all of the rows ``x`` among all ranks. ``received`` and ``sent``: rows from and to each rank."""
+    """The all-to-all of the rows ``x`` among all ranks. ``received`` and ``sent``: the number of rows from and
+    to each rank."""
     return funcol.all_to_all_single_autograd(x, received, sent, dist.group.WORLD)
 
 
 class Experts(torch.nn.Module):
-    """``AllReduceEP`` and ``grouped_mm_experts_forward`` of ``transformers``. The rank is a constant of the graph.
+    """Does what ``AllReduceEP`` and ``grouped_mm_experts_forward`` of ``transformers`` do. The rank is a constant of
+    the graph.
 
     Args:
         places: how rows get back into the tokens' order: ``put`` (as in ``transformers``), ``argsort``, or ``negative``
             indices.
-        late: whether the weights are applied after the rows are back in that order, rather than before.
+        late: whether rows are multiplied by the weights of their tokens after the rows are back in that order, rather
+            than before.
         reduce: the collective that adds the ranks' sums. ``None``: an all-reduce.
     """
 

@@ -20,7 +20,8 @@ class LookupCase:
         batch: bags (or indices, without bags) that a rank looks up in each table. The all-to-all divides them among the
             ranks.
         width: elements of a row.
-        pooling: indices of a bag. 0: there are no bags, and each index gives one row (``embedding``).
+        pooling: number of indices of a bag; the average number if ``jagged``. 0: there are no bags, and each index
+            gives one row (``embedding``).
         height: rows of a table.
         mode: ``sum``, ``mean``, or ``weighted``: a sum in which each index of a bag has its own weight.
         jagged: bags have 0 to ``2 * pooling`` indices.

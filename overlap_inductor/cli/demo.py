@@ -78,7 +78,7 @@ def run_demo(options: DemoOptions) -> int:
     """Run the demo and print what it found. Returns 0 if all went well. Returns 1 in these cases:
 
     - A rank failed or did not end in time, or a part returned no result.
-    - Numbers differ too much.
+    - Results differ too much from those of plain ``torch.compile``.
     - In one of the parts, no schedule overlapped any site.
 
     Raises:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's results as text: sites, differences and times of each part. A *form* of a part is its model, compiled with
-overlap by ``auto`` or by one forced schedule."""
+"""The demo's results as text: sites, differences and times of each part. A *part* of the demo runs one model. A *form*
+of a part is the part's model, compiled with overlap by ``auto`` or by one forced schedule."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def part(result: dict[str, Any], shared_cpu: bool) -> str:
 
 
 def _checks(result: dict[str, Any]) -> list[str]:
-    """For each output, a line for every form that differs too much, or else for the form that differs most."""
+    """For each output, a line for every form that differs too much. If no form does, one line for the form that differs
+    most."""
     lines = []
     for index, noise in enumerate(result["plain_against_eager"]):
         found = [(form["name"], form["checks"][index]) for form in result["forms"]]

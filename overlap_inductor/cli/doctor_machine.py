@@ -117,7 +117,7 @@ def gpus() -> list[Check]:
 
 
 def _gpu(number: int) -> str:
-    """``NVIDIA H200, compute capability 9.0``."""
+    """A GPU's name and compute capability, such as ``NVIDIA H200, compute capability 9.0``."""
     import torch
 
     capability = ".".join(map(str, torch.cuda.get_device_capability(number)))

@@ -26,7 +26,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="run two models on this machine, plain and with overlap, and compare")
     demo.add_argument(
-        "--ranks", type=int, help="processes to start: 2, 4 or 8 (default: the most that the GPUs allow, else 2)"
+        "--ranks",
+        type=int,
+        help="processes to start: 2, 4 or 8 (default: 2 on the CPU; on GPUs, the largest of these for which there are"
+        " enough GPUs)",
     )
     demo.add_argument(
         "--device",

@@ -34,8 +34,8 @@ class SiteSizes:
         bytes_sent: bytes that a rank sends in each leg.
         itemsize: bytes of an element of the matmuls' left operand.
         legs: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
-        tiles: number of output tiles of 128 x 256 elements: of all matmuls, or of the largest if they run one after
-            another.
+        tiles: number of output tiles of 128 x 256 elements, of all matmuls together. If the matmuls run one after
+            another: of the matmul with the most tiles.
         gathers: whether the collective is an all-gather.
         exchanges: whether the collective is an all-to-all.
         replays: whether a call's launches are replayed as one CUDA graph (``runtime.replay``).

@@ -91,7 +91,7 @@ class ComparedCall:
         """``(index among the inputs, name)`` of parameters and buffers whose digests are part of the plan. Empty if the
         graph has several groups: all groups compare the plan, but a parameter may be the same in only one group."""
         self.apart_from_plan = [(i, name, group) for i, name, group, _ in same if (i, name) not in self.in_plan]
-        """The other inputs that must be the same on all ranks of a group."""
+        """``(index, name, group)`` of the other inputs that must be the same on all ranks of the group."""
         self.parameters: dict[str, list[int]] = {}
         """Indices of the parameters and buffers among ``apart_from_plan``, by group."""
         for index, name, group, lasting in same:
@@ -99,7 +99,8 @@ class ComparedCall:
                 self.parameters.setdefault(group, []).append(index)
         self.by_inputs: ByStorage[agreement.Comparison] = ByStorage()
         self.by_digest: dict[str, agreement.Comparison] = {}
-        """The comparisons by their plan's digest. Inputs with equal values share a comparison."""
+        """The comparisons by their plan's digest. Equal values of the inputs ``in_plan`` give equal digests, so calls
+        with equal values share a comparison."""
         self.overlaps = any(p.overlaps for p in self.plans)
         self.ready = not self.overlaps
         """Whether ``overlapped`` may run as soon as all ranks agree. True if the graph overlaps nothing, or if

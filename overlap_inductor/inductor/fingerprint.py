@@ -69,7 +69,7 @@ def _module_hash(module: str) -> str:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None or not Path(file).is_file():
         return _THIS_PROCESS
-    # The folder of a single module may also hold files of other programs.
+    # A folder without ``__init__.py`` may also hold files of other programs. So only the module's file is hashed.
     folder = Path(file).parent
     return hash_sources(folder) if (folder / "__init__.py").exists() else _file_hash(Path(file))
 

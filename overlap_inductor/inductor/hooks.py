@@ -319,7 +319,8 @@ def _compare_calls(
         kept = plain_program.of_this_process(kept, gm, example_inputs)
     if kept is not None:
         large = plain_program.left_out(gm, kept.left_out)
-        # The cache of AOTAutograd passes only some of the compile's arguments. The graph holds the others.
+        # After a load from AOTAutograd's cache, ``graph_kwargs`` has only some of the compile's arguments. The others
+        # are in ``graph.fx_kwargs``.
         keywords = plain_program.known_keywords({**graph.fx_kwargs, **graph_kwargs})
         plain = PlainProgram(kept.data, large, keywords, plain_program.inductor_settings(), graph.output_strides)
     on_accelerator = bool(set(graph.device_types) - {"cpu", "meta"})

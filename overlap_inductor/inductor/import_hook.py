@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a callback right after a module is first imported, without importing it.
 
-The pass must be installed before the first compile. But importing ``torch._inductor`` takes two seconds, too long for
-``import torch``. So a finder in ``sys.meta_path`` waits for the import of one module, and then removes itself.
+The pass must be installed before the first compile. ``import torch`` loads this package (``switch.autoload``), but must
+not also import ``torch._inductor``, which takes two seconds. So a finder in ``sys.meta_path`` waits for the import of
+one module, and then removes itself.
 """
 
 from __future__ import annotations

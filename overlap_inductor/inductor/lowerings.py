@@ -104,7 +104,8 @@ def _narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
 
 def _window(x: Any, dim: int, start: Any, length: Any) -> Any:
     """On a CPU, the rows become a buffer of their own (a window), which saves time of the C++ compiler (module
-    ``window``). On other devices, a window would only add a node, so the op is lowered as ``narrow``."""
+    ``window``). If ``window`` returns ``None``, the op is lowered as ``narrow``. On other devices, a window would only
+    add a node, so the op is always lowered as ``narrow``."""
     rows = None
     if x.get_device().type == "cpu":
         rows = window(x, dim, _expression(start), _expression(length))

@@ -78,7 +78,7 @@ def _reaches(matmul: fx.Node, wanted: Callable[[fx.Node, str, str], bool], forwa
 def _moves(node: fx.Node, name: str) -> bool:
     op = operators.operator(node)
     if op is None:
-        # An element of a split.
+        # ``getitem`` is not an op of torch. It takes an element of a split.
         return getattr(node.target, "__name__", "") == "getitem"
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
     return views or name in _COPIES | _ROW_WISE or operators.has_tag(node, torch.Tag.pointwise)

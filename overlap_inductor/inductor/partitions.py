@@ -70,7 +70,8 @@ def cut(partitions: Sequence[Iterable[Any]], uncaptured: Sequence[bool]) -> bool
 
 
 def _transfer(kernel: Any) -> str | None:
-    """The name of the op that started the transfer of ``kernel``, or ``None``."""
+    """The name of the op that started the transfer to which op ``kernel`` belongs. ``None`` if ``kernel`` belongs to no
+    transfer."""
     from torch._inductor import ir
 
     op = getattr(kernel, "op_overload", None)

@@ -53,8 +53,9 @@ class OverlapPass(_Base):
         self._source, self.slot = source, slot
 
     def config(self) -> OverlapConfig | None:
-        """The configuration for the graph being compiled. A pinned compile scope has a configuration of its own, which
-        its graph must use. Without such a scope, this is what ``source`` returns now."""
+        """The configuration for the graph being compiled. A compile scope (``CompileScope``) has facts about this
+        graph. If the current scope is pinned, the graph must use the scope's configuration. If the scope is not pinned,
+        or if there is no scope, the graph uses what ``source`` returns now."""
         scope = compile_scope.current()
         return scope.config if scope is not None and scope.pinned else self._source()
 

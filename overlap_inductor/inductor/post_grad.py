@@ -20,7 +20,7 @@ def run_post_grad_passes(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]
 
     Args:
         gm: the graph that AOTAutograd made; changed in place.
-        scope: the current scope while the passes run. It collects their reports.
+        scope: the compile scope that is current while the passes run. It collects their reports.
 
     Raises:
         Exception: what a pass raises.
@@ -101,8 +101,8 @@ def stops() -> bool:
 
 @contextmanager
 def every_graph_compiled_now() -> Iterator[None]:
-    """In this context, a call compiles all of its graphs: AOTAutograd's cache is off, and a backward is compiled with
-    its forward."""
+    """In this context, the first call of a compiled function compiles all of the function's graphs. AOTAutograd's cache
+    is off, and a backward is compiled with its forward."""
     from torch._functorch import config
 
     with config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):

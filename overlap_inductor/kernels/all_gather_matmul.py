@@ -7,10 +7,11 @@ A shard has ``PARTS`` parts, each with a flag at the receiver. To *push* is to s
 part at a receiver. Blocks claim work from three queues: pieces to send, own tiles, and tiles of peers. ::
 
     the first ``PUSHERS`` blocks: while pieces are left, store a piece into a peer's workspace
-    multiply tiles of this rank's own shard, which is read in place
-    multiply tiles of the peers' shards, in the order in which their parts arrive:
-        until the part has arrived, push pieces, or wait if none is left
-    push the pieces that are left
+    all blocks:
+        multiply tiles of this rank's own shard, which is read in place
+        multiply tiles of the peers' shards, in the order in which their parts arrive:
+            until the part has arrived, push pieces, or wait if none is left
+        push the pieces that are left
 
 Without ``SENDS`` no block pushes: a transport that needs no SM sends the shard (``copy_engine``).
 

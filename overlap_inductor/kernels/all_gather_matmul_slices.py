@@ -54,9 +54,9 @@ def all_gather_matmul_slices(
     """Arguments and grid as in ``all_gather_matmul``, except for these.
 
     Args:
-        row_vectors: 16-byte words of a row.
-        slice_inner: columns of a slice, a multiple of ``BLOCK_K``.
-        slice_vectors: 16-byte words of a slice's row.
+        row_vectors: number of 16-byte words in a row.
+        slice_inner: number of columns of a slice, a multiple of ``BLOCK_K``.
+        slice_vectors: number of 16-byte words in a row of a slice.
         flags: ``signal_flag(s, part * SLICES + i)`` is the flag of slice ``i`` of part ``part`` from rank ``s``.
         queues: ``QUEUE_WORDS + WORLD * PARTS * SLICES`` words. Word 1 counts claimed tiles of all shards. Word 4 counts
             tickets.

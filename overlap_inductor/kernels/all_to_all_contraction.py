@@ -7,8 +7,9 @@ This rank's own part of K comes first and is read in place. Then come the parts 
 All ranks send, and multiply, one band of rows after the other. So later bands arrive while earlier bands are
 multiplied.
 
-The first ``PUSHERS`` blocks push before they multiply (``push``). If a block's next rows have not arrived, it pushes
-pieces that are left. Without ``SENDS`` no block pushes: a transport that needs no SM sends the rows (``copy_engine``).
+The first ``PUSHERS`` blocks push before they multiply: they store this rank's rows into the peers' memory (``push``).
+If a block's next rows have not arrived, it pushes pieces that no block has claimed yet. Without ``SENDS`` no block
+pushes: a transport that needs no SM sends the rows (``copy_engine``).
 
 A wait interrupts the pipelined loads of a loop. So only a block's first tile of a band has a loop for each source. For
 its other tiles of the band, the rows of all sources have arrived, and one loop reads the parts of all peers.

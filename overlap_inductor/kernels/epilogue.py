@@ -3,8 +3,9 @@
 (``sites.epilogue_program``).
 
 The function is a compile-time argument of a kernel, so each program leads to a kernel of its own. All values are fp32.
-``x`` is a part of a tile: a quarter of its columns (``by_quarters``), or some of its rows (``matmul_all_reduce``). Of
-an extra tensor, the function loads what this part needs: a tile, a row, a column or one number.
+The function's argument ``x`` is a part of a tile: a quarter of its columns (``by_quarters``), or some of its rows
+(``matmul_all_reduce``). An *extra tensor* is another tensor that the epilogue reads. Of an extra tensor, the function
+loads what this part needs: a tile, a row, a column or one number.
 
 Memory ordering: none is needed, because extra tensors are inputs of the whole launch. Forward progress: the function
 waits for nothing. CUDA graphs: the function holds no address.

@@ -65,7 +65,7 @@ SLEEPS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def _tile(turn, rank, tiles_shard, tiles_part, tiles_n, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    """``(shard, m, n)`` of turn ``turn``: first the peers' shards, then this rank's own."""
+    """``(shard, m, n)`` of tile number ``turn``: first the peers' shards, then this rank's own."""
     others = tiles_shard * tiles_n * (WORLD - 1)
     shard, m, n = departing(tl.minimum(turn, others - 1), rank, tiles_shard, tiles_part, tiles_n, WORLD, GROUP_M)
     if turn >= others:

@@ -6,7 +6,8 @@ What one peer sends fills a *slot*. A slot is cut into parts, and a part into pi
 Memory ordering: the block waits for the part's flag by an acquire, a barrier follows, and its loads bypass L1.
 
 Forward progress: a block claims a piece here only when running blocks have claimed everything that its rank sends. The
-block has also counted its own stores. So no peer waits for this block while it waits for a peer.
+block has also counted the stores that it made at peers. (A peer is signalled when all stores of a part are counted.) So
+no peer waits for this block while this block waits for a peer.
 
 CUDA graphs: as in ``kernels``. After an abort, copied words become -1, which is NaN in every float format.
 """
@@ -51,7 +52,8 @@ def receive_piece(
 
     Args:
         result: int32 words of the result: slots of ``slot_words`` words, in the order of ranks.
-        staging: int32 words of this rank's workspace: slots of ``staged_words`` words, at least ``slot_words``.
+        staging: int32 words of this rank's workspace: slots of ``staged_words`` words. ``staged_words`` is at
+            least ``slot_words``.
         queue: the word that counts claimed pieces.
         parts, part_words: parts of a slot, and words of a part. The last part may be shorter.
         copies: pieces of a part.

@@ -39,7 +39,8 @@ looked at the abort word before the abort, and not since. (For copy engines, see
 The abort word is in the GPU's own memory, because a waiting block must not read the host's memory. On an H100, 108
 blocks that did so slowed a matmul on other SMs from 75 us to 3700 us.
 
-CUDA graphs. Values of flags depend on the number of the call, which kernels read from device memory.
+CUDA graphs. Values of flags depend on the number of the call. Kernels read this number from device memory, because a
+replay runs a kernel with the arguments of the capture.
 
 Triton's interpreter (``TRITON_INTERPRET=1``) has no inline assembly. For it, this module has twins (``_wait_twin`` ...)
 that use atomics. In their waits, one iteration counts as 1000 ns.
@@ -240,8 +241,8 @@ def _no_fence():
 
 @triton.jit
 def credit_flag(flags, peer):
-    """The flag that holds how many calls of a slot (``runtime.arena``) the rank ``peer`` has finished. ``flags``: the
-    reading rank's flags of this slot."""
+    """The flag that counts the calls that the rank ``peer`` has finished in one slot. A slot is the part of the
+    workspace that a call holds (``runtime.arena``). ``flags``: the reading rank's flags of this slot."""
     return flags + peer * FLAG_WORDS
 
 

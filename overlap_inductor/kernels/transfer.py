@@ -10,7 +10,8 @@ the number of the flag of a shard's first part. A kernel for parts handles the p
 Memory ordering. A signal follows its data on the same stream, or in the pushing block. Work on a stream begins when all
 earlier work on the stream is complete and visible. A release at system scope is cumulative over this work, so whoever
 acquires the flag sees the data (``signals``). When a waiting kernel has acquired the flag and has ended, later work on
-its stream sees the data. The boundary between kernels also orders the proxies, so this work may be a vendor's matmul.
+its stream sees the data. The boundary between kernels also orders PTX's generic and async proxies, so this later work
+may be a vendor's matmul.
 
 Forward progress. All waits are bounded (``signals``), and they end:
 
@@ -69,7 +70,7 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
     Launched on the stream of the matmuls. On another stream, a vendor's kernel that keeps its SMs could delay it.
 
     The wait may end without a credit: if this rank's patience is over, or if the group has been aborted. Then this
-    kernel sets the abort words that a thread sets when it gives up, before any later copy starts (``spoil``).
+    kernel sets the same abort words as a thread that gives up. It does so before any later copy starts (``spoil``).
     """
     call = tl.load(calls)
     for step in range(1, WORLD):

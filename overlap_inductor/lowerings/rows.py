@@ -5,8 +5,8 @@ In the *ranks' order*, the rows of rank 0 come first, then those of rank 1, and 
 matmuls with rows in this order. If a site's rows have another order, or its columns are cut, the graph around the op
 changes:
 
-- Rows in the order ``[outer, rank, chunk]`` are permuted: in the result after a gather, in the left operand before a
-  scatter.
+- If each rank has ``outer`` runs of ``chunk`` rows, the rows have the order ``[outer, rank, chunk]``. Such rows are
+  permuted: in the result after a gather, in the left operand before a scatter.
 - For cut columns, most ops compute the transposed product. Its result is transposed and copied. The vendor's matmul
   reads transposed operands in place; a Triton kernel may need a copy (``operands.left_operand``).
 - Two kinds of ops take cut columns as they are: ops for matmuls before an all-to-all, and the ring's looping op for

@@ -170,8 +170,9 @@ class SiteSchedule(Protocol):
     def joined(
         self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]
     ) -> list[PlanPiece] | None:
-        """A plan for a dynamic token count. Where ``own`` does not serve a count, the first of ``others`` may serve it.
-        ``others``: plans of schedules that are ``called_by_others``. ``None`` if this schedule does not join plans."""
+        """A plan for a dynamic token count. ``own``: this schedule's plan. ``others``: plans of schedules that are
+        ``called_by_others``. If ``own`` does not serve a count, the first plan in ``others`` may serve it. ``None`` if
+        this schedule does not join plans."""
         ...
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:

@@ -159,8 +159,8 @@ def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
 
 
 def _key(atom: Atom) -> int | str:
-    """A key of an atom. A ``cat`` that moves the rank to the front makes a new rank atom, so all rank atoms share one
-    key."""
+    """A key of an atom. An atom that counts the ranks is a rank atom. A ``cat`` that moves the rank atom to the front
+    makes a new rank atom. So all rank atoms share one key."""
     return "rank" if atom.rank else id(atom)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check whether a site may be rewritten: an ordered list of small checks.
 
-Each check has a reason code. It returns a sentence that names the values it refuses, or ``None``.
+Each check has a reason code. A check returns ``None``, or a sentence that names the values that the check refuses.
 """
 
 from __future__ import annotations

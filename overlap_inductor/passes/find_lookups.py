@@ -249,7 +249,7 @@ def _led_by_rank(layout: Layout, moves: bool = False) -> Layout:
 
 
 def _slices(base: fx.Node) -> tuple[int, Size, dict[fx.Node, Size]] | None:
-    """``(dim, number of indices of one table, {slice: first index})`` if each reader of ``base`` is a slice of one
+    """``(dim, size of a slice along dim, {slice: its start along dim})`` if each reader of ``base`` is a slice of one
     table; else ``None``."""
     found = list(_selected(base))
     if not found or any(dim != found[0][1] or not same_size(length, found[0][3]) for _, dim, _, length in found):

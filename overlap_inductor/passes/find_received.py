@@ -11,7 +11,7 @@ The all-to-all's own order is kept if
 
 - a row-wise op stands before a matmul, or
 - the first matmul does not read exactly the received elements, or
-- the parts may differ in size.
+- the parts that the ranks send may differ in size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Received = ReceivedNodes | UnevenReceivedNodes
 
 
 def find_received(collective: CollectiveNode) -> tuple[Received | None, list[Reason]]:
-    """``(site at an all-to-all or None, obstacles)``. Without either, the walk reached no matmul."""
+    """``(site at an all-to-all or None, obstacles)``. If there is neither a site nor an obstacle, the
+    walk reached no matmul."""
     try:
         return _found(collective)
     except LayoutError as error:

@@ -5,7 +5,7 @@ The tensor may pass through views, joins of its shards, row-wise and pointwise o
 
     wait = wait_tensor(all_gather(x [s, h]))        # [R s, h]
     view = reshape(wait)
-    y, z = mm(view, w), mm(view, v)                 # consumers, each with its operand, role of the rank's dim, layout
+    y, z = mm(view, w), mm(view, v)                 # consumers: the matmuls
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Match:
         dim: the dim that is gathered or scattered, as in ``facts.site.Collective``.
         role: the role (M, N, K or B) of the cut dim in the first matmul, or ``None``.
         obstacle: why the site must stay as written, or ``None``.
-        left: matmuls that stay with other sites.
+        left: matmuls that the pattern leaves to other sites.
     """
 
     nodes: SiteNodes

@@ -41,7 +41,7 @@ class MatmulReduceScatter:
 class MatmulAllReduce:
     """Pattern ``matmul -> all-reduce`` (see ``Pattern``). All-reduces of one group, op, shape and dtype that are only
     added to each other become one site, if the op is ``sum`` or ``avg``. The all-reduces stay apart if this site would
-    have an obstacle."""
+    have to stay as written."""
 
     name = "matmul_all_reduce"
     kind = "all_reduce"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write each graph's report to ``<folder>/rank_<r>/<graph id>_<phase>/``: text, JSON, both graphs and an HTML page.
+"""Write each graph's report to ``<folder>/rank_<r>/<graph id>_<phase>/``.
+
+The files are the report as text, as JSON and as an HTML page, and the graph before and after the pass.
 
 A report that is written twice gives the same bytes. Two other files depend on time and process: ``run.json`` beside the
 report, and ``<folder>/index.html``, the page of all graphs.
@@ -37,7 +39,8 @@ def write_dump(report: OverlapReport, folder: str | os.PathLike[str], rank: int)
     """Write one graph's report below ``folder`` and return the path of the report's folder. If the files cannot be
     written, log a warning once and return ``None``: a compile must not fail for a report.
 
-    If reports of one name differ, the later ones get the suffixes ``_2``, ``_3``, ... in the order of the compiles.
+    If reports with the same graph id and phase differ, the folders of the later reports get the suffixes ``_2``,
+    ``_3``, ... in the order of the compiles.
     """
     digest = hashlib.sha256(report.to_json(graphs=True).encode()).hexdigest()
     dump = Path(folder).absolute()

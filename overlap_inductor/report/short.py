@@ -17,7 +17,10 @@ MOST_ROWS = 8
 
 
 def title(report: OverlapReport) -> str:
-    """``graph 0_0 forward, 5 sites found: 4 overlapped, 1 refused; 2 near misses``."""
+    """The first line of the short form.
+
+    Example: ``graph 0_0 forward, 5 sites found: 4 overlapped, 1 refused; 2 near misses``.
+    """
     return f"graph {report.graph} {report.phase}, {words.headline(report)}"
 
 

@@ -15,7 +15,8 @@ TITLE = "sequence-parallel rewrite: stretches between all-reduces"
 
 @dataclass(frozen=True)
 class Row:
-    """One stretch, or several refused stretches that have the same ranks and the same reason codes.
+    """One stretch, or several refused stretches that have the same ranks and the same reason codes. The quoted texts
+    are examples.
 
     Attributes:
         place: ``sequence_parallel-1a2b3c4d``, or the number of stretches if there are several.

@@ -79,7 +79,7 @@ class Comparison:
     Args:
         plan: the transfers that this rank makes in the graph.
         groups: the groups whose collectives the graph holds. Groups in which no data moves are ignored.
-        every_call: True if ranks that share no page compare at every call (CPU groups), not at the first call only.
+        every_call: True if ranks that share no memory compare at every call (CPU groups), not at the first call only.
     """
 
     def __init__(self, plan: ExchangePlan, groups: Sequence[dist.ProcessGroup], every_call: bool) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that the ranks of a group publish for each call, and the wait for the other ranks' values.
 
-A rank's *value* of a call names the rank's plan (``constant``) and the place of the call (``call_place``). Ranks also
-exchange verdicts, in rounds (``agreement``). Values and verdicts go through one of two media: the group's store
-(``CallStore``), or memory that all ranks map (``call_page.CallPage``). Reasons of verdicts are always in the store.
+A rank's *value* of a call names the rank's plan (``constant``) and the place of the call (``call_place``). In rounds,
+ranks also exchange *verdicts*: whether a rank knows a reason against the overlapped run (``agreement``). Values and
+verdicts go through one of two media: the group's store (``CallStore``), or memory that all ranks map
+(``call_page.CallPage``). Reasons of verdicts are always in the store.
 
 Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store. ``<incarnation>`` tells apart groups that
 had the same name one after the other::
@@ -127,8 +128,9 @@ def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = Fa
 
 
 def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> None:
-    """Publish that this rank ran the newest call of the others uncompiled, and go on to the next number. The others run
-    their plain programs in this call. ``found``: values that other ranks published for this call."""
+    """Publish that this rank ran the newest call of the others uncompiled, and go on to the next call number. In the
+    skipped call, the others run their plain programs. ``found``: values that other ranks published for the skipped
+    call."""
     state.skipped = dict(found)
     state.mark = SKIPPED
     state.publish(value(state, plan).text)
@@ -233,7 +235,7 @@ def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict
         if stands is Order.EARLIER:
             return {rank: text}
         if stands is Order.SAME and CallPlace.parsed(text).place != state.place:
-            # Only the places differ, so the other rank may be in this call, unless it has reported a place beyond it.
+            # Only the places differ. So the other rank may be in this call, unless it has reported a later place.
             place = call_report.place_of(state, rank)
             text = _absent(state, mine, place) if place > state.place else text
         waiting.remove(rank)

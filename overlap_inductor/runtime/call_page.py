@@ -40,7 +40,7 @@ MOST_CHARACTERS = ENTRY - _CHECKSUM.size - _HEAD.size
 
 
 class Overwritten(Exception):
-    """The rank whose entry is read is ``CALLS`` or more calls ahead and has overwritten it."""
+    """The rank whose entry is read is ``CALLS`` or more calls ahead, and has overwritten the entry."""
 
 
 class CallPage:

@@ -16,7 +16,7 @@ one. Rank 1, which waits in B, reads this and runs its plain program.
 
 The backend's count is exact if it counts collectives only, as NCCL does. Gloo also counts sends and receives, so two
 ranks may count differently. With such a backend, calls at different places are still the same call if their plans,
-numbers and ``passed`` are equal.
+their numbers and their attributes ``passed`` (see ``CallPlace``) are equal.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class GroupState:
         passed: number of the group's collectives in the graphs of all calls before the newest one.
         outside: number of the group's collectives that the backend counted between calls.
         between: whether the backend counted a collective between the newest call and the call before it.
-        exact: whether the backend counts collectives only (``call_place``).
+        exact: whether the backend counts nothing but collectives (``call_place``).
         mark: ``SKIPPED``, ``REFUSED``, ``MOVED`` or ``""`` (``call_place``). It is a part of the *value*, the text that
             this rank publishes for the newest call.
         agreed: digests of plans that all ranks agreed to run.

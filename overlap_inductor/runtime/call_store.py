@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CallStore``: values and verdicts of a group's calls in the group's store. ``call_board`` names the keys.
+"""``CallStore``: values and verdicts of a group's calls in the group's store. The docstring of
+``call_board`` lists the keys.
 
 A rank's *value* of a call names the rank's plan and the call's place: how many of the group's collectives the rank has
 issued before the call. A *verdict* says whether anything is against running the call with overlap.

@@ -326,7 +326,8 @@ def _rejected(
     # If overlap was already disabled for a group, a rank has already logged why.
     told = any(s.apart for s in states)
     for state, plans in zip(states, texts, strict=True):
-        # A plan is compared again if it was agreed upon before, or if a rank ran it uncompiled once.
+        # A rejected plan is not compared again. Plans that were agreed upon before are not rejected. The
+        # verdict ``ONCE`` rejects no plan.
         seen = {plan.digest, *(p.digest for p in plans.values())} if verdict[0] != ONCE else set()
         for digest in seen - state.agreed:
             state.rejected.setdefault(digest, why)

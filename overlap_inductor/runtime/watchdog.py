@@ -16,9 +16,10 @@ handled in this order:
    fault, the exit status is also 1 if calls are still in flight ``EXIT_SECONDS`` after the program's end. In both cases
    the exit hook ends the process at once, so exit hooks that were registered earlier do not run.
 
-Without a fault, each check reads one word of the host's memory for each group. The only kind of CUDA call is an event
-query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child watches nothing, because it
-cannot use the GPU. The watchdog cannot run while another thread blocks and holds Python's lock.
+Without a fault, the watchdog reads one word of the host's memory for each group every ``POLL_SECONDS``. The only kind
+of CUDA call is an event query for a destroyed group (``runtime.driver.beside_captures``). After a fork the child
+watches nothing, because it cannot use the GPU. The watchdog cannot run while another thread blocks and holds Python's
+lock.
 """
 
 from __future__ import annotations

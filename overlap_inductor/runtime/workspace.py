@@ -56,7 +56,7 @@ class Launch:
         site: the site's number in ``faults``.
         patience_ns: how long a kernel waits for a peer, ns.
         prepared: kernels that are ready to be launched, by the caller's key.
-        kept: objects that must live as long as this one, by the caller's key.
+        kept: objects that must live as long as this ``Launch``, by the caller's key.
         seen: for each call that has run once, the ids of the allocations that its memory copies read or write, and
             whether the call may be captured (``runtime.replay``).
         replays: for each captured call, the ids of these allocations, and the function that launches the call's
@@ -169,8 +169,8 @@ class GroupWorkspace:
 
         Raises:
             OverlapError: memory would have to be allocated while a CUDA graph is captured.
-            NotOnAllRanks: a rank failed to allocate or map memory, or a rank's result or the verdict did not come in
-                time (``all_or_none``). The slots of a rank that raises are as before.
+            NotOnAllRanks: a rank failed to allocate or map memory, or the ranks did not tell each other in time whether
+                they succeeded (``all_or_none``). The slots of a rank that raises are as before.
         """
         with self._lock:
             self._prepare(requests, limit)
@@ -214,8 +214,8 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> GroupWorkspa
 
     Raises:
         OverlapError: the group was destroyed, or memory would have to be allocated while a CUDA graph is captured.
-        NotOnAllRanks: a step failed on a rank, such as allocating memory. Or a rank's result or the verdict did not
-            come in time (``all_or_none``).
+        NotOnAllRanks: a step failed on a rank, such as allocating memory. Or the ranks did not tell each other in time
+            whether they succeeded (``all_or_none``).
     """
     return _WORKSPACES.of(group, device)
 
@@ -276,7 +276,8 @@ def prepare(group: dist.ProcessGroup, device: torch.device, requests: str, limit
         limit: bytes that all slots of the group may take on this rank.
 
     Returns:
-        ``None``. After ``NotOnAllRanks``: its text, which is equal on all ranks that got the verdict.
+        ``None``. After ``NotOnAllRanks``: its text. The first rank writes this text. Only a rank that the text does not
+        reach in time has another text.
 
     Raises:
         OverlapError: memory would have to be allocated while a CUDA graph is captured.

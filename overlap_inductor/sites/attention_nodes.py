@@ -116,7 +116,7 @@ class AttentionNodes(SiteNodes):
 
     def places(self) -> list[Placement]:
         """The rewrite may write the site's steps before the last gather, or before the first use of the site's results.
-        If the first use comes before the last gather, only the first use is left."""
+        If the first use comes before the last gather, the steps can only be written before the first use."""
         members = self._members()
         first_use = min({user for member in members for user in member.users} - members)
         later = self.collectives[-1].node

@@ -68,8 +68,8 @@ class Epilogue:
 
 
 def to_text(epilogues: Sequence[Epilogue | None]) -> str:
-    """The epilogues of an op's results as JSON. The op takes the extras of all its results in one list, in this
-    order."""
+    """The epilogues of an op's results as JSON. The op takes the extras of all its results in one list, in the order
+    of ``epilogues``."""
     return json.dumps([None if e is None else {"extras": e.extras, "ops": e.ops} for e in epilogues])
 
 

@@ -50,7 +50,8 @@ class HeldNodes(SiteNodes):
 
     @property
     def sharded_dims(self) -> list[ShardedDim]:
-        """The dim of the keys. The attention reads the keys of one rank only, so the rank atom has size 1."""
+        """The dim of the keys. One factor of this dim (``layouts.Atom``) is the number of ranks whose keys it holds.
+        This factor is 1, because the attention reads the keys of one rank only."""
         shape = tools.shape(self.attention.rhs)
         dims = [(*((Atom(1, rank=True),) if dim == KEYS else ()), Atom(size)) for dim, size in enumerate(shape)]
         return [ShardedDim.of(Layout(tuple(dims)))]

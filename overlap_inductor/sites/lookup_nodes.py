@@ -34,7 +34,8 @@ class TableNodes(SiteNodes):
 
     Attributes:
         lookups: the lookups, or the gradients of the tables.
-        block: layout of one table's blocks: the rank atom, then the atoms of a block.
+        block: layout of one table's blocks: the atom that counts the ranks, then the atoms of a block. An atom is a
+            dim, or a factor of a dim (``layouts.Atom``).
         tables: layout of one dim that counts the tables.
     """
 
@@ -126,8 +127,8 @@ class PooledNodes(TableNodes):
         return self.between
 
     def places(self) -> list[Placement]:
-        """One place, before the first lookup. So the first tables' results can be sent before the last tables are
-        looked up. Empty with ``by_rank``."""
+        """One ``Placement``: the site's steps are written before the first lookup. So the first tables' results can be
+        sent before the last tables are looked up. Empty with ``by_rank``."""
         return [] if self.by_rank else [Placement(min(m.node for m in self.lookups), [], [], [])]
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:

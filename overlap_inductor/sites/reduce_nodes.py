@@ -139,7 +139,8 @@ class ReduceNodes(SiteNodes):
         return self.padded_shape[-2]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """``own``: K of a leaf, or N and K of a matmul before a leaf. These dims may be uneven shards."""
+        """``MatmulSizes.own`` is K for a leaf, and N and K for a matmul before a leaf. Ranks may have uneven shards of
+        these dims."""
         found = []
         for leaf in self.leaves:
             masked = isinstance(leaf, GroupedMatmul) and leaf.is_masked

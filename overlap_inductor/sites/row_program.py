@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``RowProgram``: the ops by which experts compute rows (``sites.row_steps``), as text.
 
-An op of this package runs the program on some of the rows at a time. ``_grouped_mm(x, w0, ends) * r0`` is::
+An op of this package runs the program on some of the rows at a time. ``_grouped_mm(r0, w0, ends) * r1`` is::
 
     {"ops": [["aten._grouped_mm.default", [{"row": 0}, {"whole": 0}, {"ends": 0}], {}],
              ["aten.mul.Tensor", [{"row": 2}, {"row": 1}], {}]],

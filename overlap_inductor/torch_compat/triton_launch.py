@@ -9,8 +9,8 @@ Host time of a launch, for a kernel with 50 arguments and four tensor maps:
 
 From launch to launch, arguments may change only in their addresses. The tensor map of each address is remembered.
 
-The kernel is loaded before the first launch, to avoid a deadlock. Loading waits until the device is idle. But another
-kernel of the op may be running, and wait for the kernel that is not loaded yet.
+The kernel is loaded before the first launch, to avoid a deadlock. Loading waits until the device is idle. The
+device never becomes idle if a running kernel waits for a kernel that is not loaded yet.
 """
 
 from __future__ import annotations

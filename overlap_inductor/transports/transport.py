@@ -69,8 +69,8 @@ class PeerCopies(Transport, Protocol):
 
     @property
     def fastest_from(self) -> int | None:
-        """In bytes. For pieces of at least this size, the transport is faster than those whose ``fastest_from`` is
-        smaller. ``None``: used only if the user names it."""
+        """In bytes. For pieces of at least this size, the transport is faster than every transport with a smaller
+        ``fastest_from``. ``None``: used only if the user names it."""
         ...
 
     def prepare(

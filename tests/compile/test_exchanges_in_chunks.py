@@ -112,8 +112,8 @@ def test_an_empty_slice_is_planned_and_written() -> None:
 
 
 def test_auto_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By estimate, chunks must be more than 25 % faster than the plain graph, because all-to-alls were not
-    measured on 8 ranks. The estimate counts the copy out of the workspace."""
+    """``auto`` chooses chunks only if they are estimated to be more than 25 % faster than the plain graph, because
+    all-to-alls were not measured on 8 ranks. The estimate counts the copy out of the workspace."""
     machine = machine_for("cuda")
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine)
     found = {}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs and the code of layers of experts: which are cut into blocks of tokens, and the order of the steps."""
+"""The graphs and the code of layers of experts: which layers are cut into blocks of tokens, and the order of the
+steps."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_gathered_operands_are_found(schedule: str) -> None:
 
 
 def test_it_compiles_and_runs_as_kept() -> None:
-    """Inductor can lower the restored node."""
+    """The pass fuses the kept sum into one node again. Inductor can lower this node."""
     x, w, y, v = torch.randn(16, 24), torch.randn(24, 8), torch.randn(16, 12), torch.randn(12, 8)
     with torch._inductor.config.patch(max_autotune=True):
         out = torch.compile(FUNCTIONS["scatter"][0], backend="overlap_inductor", options={"schedule": "keep"})(

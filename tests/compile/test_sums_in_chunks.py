@@ -38,8 +38,8 @@ def test_a_sum_with_two_biases_is_refused() -> None:
 
 @pytest.mark.parametrize("read_elsewhere", [False, True])
 def test_a_sum_that_inductor_made_one_matmul_is_a_sum(read_elsewhere: bool) -> None:
-    """``addmm(x @ a, y, b)`` is Inductor's form of a sum of matmuls. A product that another node reads whole is not a
-    term."""
+    """``addmm(x @ a, y, b)`` is Inductor's form of a sum of matmuls. If another node also reads a product, the product
+    is not a term of the sum."""
     with fake_group(2):
         made = HandGraph()
         pairs = [

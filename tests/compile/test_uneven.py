@@ -89,8 +89,8 @@ def test_all_ranks_exchange_alike(name: str, world_size: int) -> None:
 
 
 def layer(inner: int, bias: bool, adds: int = 0) -> HandGraph:
-    """A row-wise bf16 layer on GPUs. Its weight has ``inner`` rows. ``adds``: number of additions between the matmul
-    and the all-reduce."""
+    """A bf16 layer on GPUs: a matmul, then an all-reduce. The weight has ``inner`` rows. ``adds``: number of additions
+    between the matmul and the all-reduce."""
     made = HandGraph()
     x, w = (
         made.on("cuda:0", 8192, inner, dtype=torch.bfloat16),

@@ -163,7 +163,7 @@ def main() -> int:
     rank, world_size = start_rank(PATIENCE_SECONDS)
     chance, failed = random.Random(rank), 0
     for pattern in arguments.patterns:
-        # The largest site comes first, so that the smaller sites fit into its part of the workspace.
+        # The largest of ``--tokens`` comes first, so that the smaller ones fit into its part of the workspace.
         for tokens in [*sorted(arguments.tokens, reverse=True), 333 * world_size]:
             for some in settings(pattern, world_size):
                 call, expected = site(pattern, tokens, some, rank, world_size)

@@ -47,7 +47,8 @@ MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
 """Checks whose row is a measurement. Three of them also assert:
 
 - ``kernels``: a site has no more kernels than max-autotune needs;
-- ``weights us``: one launch for all weights and one launch per weight give nearly equal results;
+- ``weights us``: one launch for all weights gives nearly the results of a launch for the widest weight plus
+  vendor matmuls;
 - ``exchange us``: each schedule's results are close to those of ``keep``.
 """
 
@@ -164,8 +165,9 @@ def patterns_of(
 
 
 def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, int]:
-    """Call all patterns with two token counts in turn, with random delays on each rank. Every result must be bitwise
-    equal to the first with these inputs. Returns the number of wrong results by name."""
+    """Call each pattern with each of two token counts, again and again in one fixed order. Each rank delays some calls
+    at random. Every result must be bitwise equal to the first one with the same inputs. Returns the number of wrong
+    results by name."""
     sites = []
     for tokens in (512, 1000 // world_size * world_size):
         torch._dynamo.reset()
@@ -180,7 +182,8 @@ def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, i
 
 
 def graphs(schedule: str, world_size: int, count: int) -> dict[str, int]:
-    """Capture two CUDA graphs and replay them in turn, mixed with eager calls. Returns the number of wrong results."""
+    """Capture the same calls in two CUDA graphs. Replay the graphs alternately, mixed with eager calls. Returns the
+    number of wrong results."""
     torch._dynamo.reset()
     calls = {
         name: functools.partial(compiled_as(schedule, function), *inputs)

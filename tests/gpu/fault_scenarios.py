@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one rank of a fault scenario, for ``tests.gpu.check_faults``.
 
-Arguments: ``<scenario> <ranks> <folder> <late> <schedule> <pattern> <way> <share> <rank>``.
+Arguments: ``<scenario> <ranks> <folder> <late> <schedule> <pattern> <way> <share> <rank>``. In scenario ``late``, the
+last rank sleeps ``<late>`` seconds before its call. If ``<share>`` is ``share``, several ranks may use one GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ NAME = "faulty"
 @dataclass(frozen=True)
 class Kind:
     """A site's schedule, pattern and way. The way says how the schedule runs, for example its transport
-    (``stress_variants.variants``). An empty ``way`` selects the pattern's first."""
+    (``stress_variants.variants``). An empty ``way`` selects the first way of the pattern."""
 
     schedule: str
     pattern: str

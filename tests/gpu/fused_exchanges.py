@@ -55,8 +55,8 @@ def exchange_times(world_size: int) -> dict[str, dict[str, float]]:
     """Microseconds (medians on this rank) of a projection with its exchange, for each of ``WAYS``.
 
     ``matmul`` and ``exchange`` time the two parts alone. ``exchange`` leaves out the permutation of the sent parts.
-    Every result must agree with ``keep``. A row's key has the direction, the number of tokens of all ranks, and the
-    hidden size.
+    Every result must agree with ``keep``. A key of the result, such as ``to heads 8192 4096``, has the direction, the
+    number of tokens of all ranks, and the hidden size.
     """
     found = {}
     for hidden in (4096, 8192):

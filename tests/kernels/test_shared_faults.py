@@ -143,7 +143,7 @@ def _sees_no_board(rank: int, world_size: int, folder: str, files: str, blind: i
     [
         (2, False, "map the first rank's file of {} (OverlapError: [Errno 2] No such file"),
         (0, False, "make a file of"),
-        # A full folder must be found when the file is made. A later write would end the process with SIGBUS.
+        # If the folder is full, making the file must fail. Otherwise a later write would end the process with SIGBUS.
         (0, True, "make a file of {} for all ranks (OverlapError: [Errno 28] No space left"),
     ],
     ids=["a rank cannot map the file", "the first rank cannot make the file", "no memory is left for the file"],

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals between processes that share memory, with the functions for Triton's interpreter."""
+"""Signals between processes that share memory. Kernels run in Triton's interpreter, for which ``kernels.signals`` has
+functions of its own."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _break_copies() -> None:
         self: CopyEngine, launch: Any, transfer: Any, numbers: Any, source: Any, share: Any, guarded: bool = False
     ) -> Any:
         send = plain_prepare(self, launch, transfer, numbers, source, share, guarded)
-        # The transfer with its signals, but its copies go to memory that no rank reads.
+        # This transfer sends its signals, but copies the data to memory that no rank reads.
         signals = plain_prepare(
             self,
             replace(launch, slot=replace(launch.slot, data=_Elsewhere(launch.slot.data))),

@@ -57,8 +57,8 @@ def _trained(model: DLRM, call: Any, batches: list[Batch]) -> list[torch.Tensor]
 
 
 def _training(rank: int, world_size: int, kind: str, joined: str) -> list[str]:
-    """The problems on this rank. With two ranks, Inductor's code runs. With more, the rewritten graphs are
-    interpreted."""
+    """Train the compiled model and the eager model. Returns the problems on this rank. With two ranks, Inductor's code
+    runs. With more, the rewritten graphs are interpreted."""
     compile_anew(kernels=False)
     model = _model(rank, kind, joined)
     eager = _model(rank, kind, joined)

@@ -21,7 +21,7 @@ from tests.support.random_programs import Program
 
 COUNT = 4
 """The number of programs in each case of the first test. Most trained programs have no site, but 9 of the 12 programs
-from seed 31 have one. So the trained cases begin at seed 31. After a change to the finder or to a rewrite, run
+with seeds 31 to 42 have one. So the trained cases begin at seed 31. After a change to the finder or to a rewrite, run
 thousands of programs."""
 
 HOPS = {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "sub_chunks": 2}

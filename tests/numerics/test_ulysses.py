@@ -143,7 +143,7 @@ def _lengths(rank: int, world_size: int, options: dict[str, Any], generated: boo
     ids=["unrolled", "unrolled, generated code", "looping"],
 )
 def test_a_dynamic_sequence(options: dict[str, Any], generated: bool) -> None:
-    """Slices must not keep the sizes of the first call."""
+    """In later calls, the graph must not cut tensors by the sizes of the first call."""
     for graphs, errors in run_ranks(2, _lengths, options, generated, timeout=300):
         assert graphs == 1 and {what: error for what, error in errors.items() if error > 1e-5} == {}
 

@@ -49,7 +49,7 @@ def columns(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
 def all_queries(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | bool | None = None
 ) -> torch.Tensor:
-    """The queries are gathered, too. A rank returns the rows of all ranks."""
+    """The queries are gathered, too. Each rank returns the results for the queries of all ranks."""
     return attend(gathered(q, 2), gathered(k, 2), gathered(v, 2), mask)
 
 

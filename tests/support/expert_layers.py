@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of ``bench.support.experts.Experts`` with several loads of the experts, and two variants of the layer."""
+"""Inputs of ``bench.support.experts.Experts`` that divide the tokens among the experts in several ways, and two
+variants of the layer."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.support.cheap_tracing import trace_cheaply
 
 
 def compile_once() -> None:
-    """Compile a graph without a kernel, and forget it."""
+    """Compile a graph for which Inductor generates no kernel, and forget the graph."""
     # This process must start no threads. A fork would not have them, but would wait for them.
     torch.set_num_threads(1)
     tqdm.tqdm.monitor_interval = 0

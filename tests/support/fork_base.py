@@ -85,7 +85,8 @@ class ForkBase:
     def run_at_once(
         self, *arguments: str, envs: Sequence[dict[str, str]], cwd: Path | None = None
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Like ``run``, for one process for each of ``envs``. The processes run at the same time, as ranks do."""
+        """Like ``run``, but start one process for each environment in ``envs``. The processes run at the same time, as
+        ranks do."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.ExitStack() as stack:
             folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in envs]

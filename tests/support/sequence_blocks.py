@@ -15,11 +15,11 @@ from tests.support.spellings import world
 
 Make = Callable[[int], tuple[torch.Tensor, ...]]
 H, OWN, VOCABULARY, HEADS = 16, 8, 32, 2
-"""The hidden size, a rank's features in a column-wise layer, the size of the vocabulary, and a rank's heads."""
+"""The hidden size, a rank's features in a column-parallel layer, the size of the vocabulary, and a rank's heads."""
 
 
 class ReduceForward(torch.autograd.Function):
-    """The result of a row-wise layer. Forward all-reduces."""
+    """The result of a row-parallel layer. Forward all-reduces."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ class ReduceForward(torch.autograd.Function):
 
 
 class ReduceBackward(torch.autograd.Function):
-    """The input of a column-wise layer. Backward all-reduces."""
+    """The input of a column-parallel layer. Backward all-reduces."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

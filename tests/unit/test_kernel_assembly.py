@@ -50,7 +50,7 @@ def test_signals_assemble_for_hopper() -> None:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     text = compiled.asm["ptx"]
     assert compiled.asm["cubin"].startswith(b"\x7fELF")
-    # A wait that times out stores constants with a release. The pattern leaves these stores out.
+    # A wait that times out stores constants with a release. The regular expression leaves these stores out.
     events = re.findall(r"ld\.acquire\.sys|bar\.sync|(?:st|red)\.release\.sys(?=[^\n]*, %r)", text)
     assert (
         events.count("ld.acquire.sys") == 2

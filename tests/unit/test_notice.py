@@ -63,7 +63,8 @@ def test_without_any_configuration_it_is_on_standard_error(capsys: pytest.Captur
 def test_a_handler_of_the_user_gets_it_once(
     root: logging.Logger, capsys: pytest.CaptureFixture[str], level: int
 ) -> None:
-    """The user did not choose the root logger's default level, so the line is shown at this level, too."""
+    """``WARNING`` is the root logger's default level, so the user may not have chosen it. The line has level
+    ``INFO``, and is shown even if the root logger's level is ``WARNING``."""
     root.setLevel(level)
     heard = listener(root)
     notice.show("line")

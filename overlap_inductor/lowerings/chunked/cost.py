@@ -28,10 +28,11 @@ class ChunkedCost:
         ranks / exchange_ranks: largest group measured, and largest group measured with all-to-alls.
         copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs (2 H200s).
         host_seconds / peer_seconds: host time of a call's launches, and of each peer of a leg.
-        gain_seconds: smallest gain over ``keep`` for which a call pays, if it is not replayed. A smaller gain does not
-            make a host-bound model faster.
-        replay_seconds: host time of a replayed call, which is one CUDA graph.
-        band_tiles: fewest tiles of a band in ``contracted_launch``: the number of SMs of an H200.
+        gain_seconds: smallest gain over ``keep`` for which a call pays, if the call is not replayed as one CUDA graph.
+            A smaller gain does not make a host-bound model faster.
+        replay_seconds: host time of a replayed call.
+        band_tiles: fewest tiles of a band, if the matmuls contract the exchanged dim (``contracted_launch``). This is
+            the number of SMs of an H200.
         replay_gain_seconds / replay_gain_peer_seconds: smallest gain over ``keep``, per leg, for which a replayed call
             pays. It is the larger of the first constant and of the second constant times the number of peers. Late
             peers may cost this much.
@@ -90,8 +91,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def _contracted_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """``seconds`` of ``contracted_launch``. The first band's transfer is exposed. Then each band is copied and
-    multiplied while the next band arrives. Each band has the fixed cost of a leg."""
+    """``seconds`` of matmuls that contract the exchanged dim. They run in bands. The first band's transfer is exposed.
+    Then each band is copied and multiplied while the next band arrives. Each band has the fixed cost of a leg."""
     bands = max(1, min(MOST_BANDS, sizes.tiles // COST.band_tiles))
     matmul = matmul_seconds(sizes, machine) + 2 * sizes.contracted / machine.memory_bytes
     wire = sizes.bytes_sent / machine.link_bytes

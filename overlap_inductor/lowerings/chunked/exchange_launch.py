@@ -4,7 +4,7 @@
 columns of ``a @ b`` (``SlicedMatmul``). So the product is never permuted for the exchange.
 
 The result has the product's memory: the slice from a rank takes the place of the slice for that rank. The copy out of
-the workspace runs after the join with the side stream, so all slices have been sent.
+the workspace runs after the join with the side stream. So each slice has been sent before it is overwritten.
 
 With copy engines, W ranks and C chunks, a call has about ``2 * W + 2 * C + 5`` launches.
 """

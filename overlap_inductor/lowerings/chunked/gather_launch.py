@@ -133,7 +133,7 @@ def multiplied(
     """Run a call whose matmuls follow a transfer, or replay its launches.
 
     Args:
-        what: the kind of call, part of the key of its launches.
+        what: the kind of call. Launches are replayed only for a call of the same kind.
         sent: what is sent to the peers.
         rows: rows of each matmul's result.
         others: other tensors that the launches write, or ``None``.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce-scatters and all-reduces after matmuls in schedule ``chunked``. The vendor's matmul multiplies runs of rows on
 the current stream, while a transport moves partial sums on the side stream. A replayed call is one CUDA graph
-(``runtime.replay``). Kernels are loaded as ``gather_launch`` says.
+(``runtime.replay``). Loading a vendor's matmul waits for earlier work on this rank. ``gather_launch`` says why this
+cannot deadlock.
 
 Order of rows. The other ranks' rows come first, in rank order from the next rank on, so that their transfers begin
 early. The own shard comes last. (With ``chunks=0``, one matmul multiplies all rows of a band.)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of schedule ``chunked`` for a sum of matmuls that is reduced once, as in the backward of q, k and v.
-In everything else, they are like the ops of ``one_op.ops``.
+Except that they take several matmuls, they are like the ops of ``one_op.ops``.
 
 Operands on one of W ranks, fp16 or bf16: each ``lhs [W*m, K_i]`` (in an all-reduce, with any number of rows) and each
 ``rhs [K_i, N]``. The bias belongs to the first product. For each chunk, every matmul but the first adds its product to

@@ -59,7 +59,8 @@ def all_gather_matmuls(
         a: this rank's shard, ``[rows, K]``, fp16 or bf16, contiguous and aligned to 16 bytes.
         rhs: 1 to ``MOST_WEIGHTS`` weights ``[K, N]``, all row-major or all transposed (``in_one_launch`` chooses them).
         biases: for each weight, ``[N]`` or ``None``.
-        keep: the kernel does not end the call. ``gathered`` may be read on the same stream until ``end`` is called.
+        keep: if true, the kernel does not end the call. The gathered rows (function ``gathered``) may be read on the
+            same stream until ``end`` is called.
 
     Returns:
         ``[world_size * rows, N]`` for each weight.

@@ -188,8 +188,8 @@ def pushers_of(inner: int, parameters: FusedParameters) -> int:
 def needed(
     pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: FusedParameters
 ) -> tuple[int, int]:
-    """``(bytes, signals)`` of a call's slot. ``rows``: rows of a shard; ``inner``, ``columns``: K and N; ``itemsize``:
-    bytes of a sent element."""
+    """``(bytes, signals)`` of a call's slot (its part of the workspace). ``rows``: rows of a shard; ``inner``,
+    ``columns``: K and N; ``itemsize``: bytes of a sent element."""
     # A call with fewer rows never needs more.
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern in EXCHANGES:

@@ -38,8 +38,8 @@ class Received(NamedTuple):
         a: what is sent: ``own`` in an all-gather, a shard for each rank in an all-to-all (``[world_size * rows, K]``).
         own: the shard ``[rows, K]`` that this rank multiplies itself.
         rhs, biases, results: for each weight the right operand, ``[N]`` or ``None``, and the tensor to write.
-        keep: the kernel does not end the call. ``gathered`` may be read on the same stream until ``calls.end`` is
-            called.
+        keep: the kernel does not end the call. The tensor that function ``gathered`` returns may be read on the same
+            stream until ``calls.end`` is called.
         banded: copies send a shard in bands (``parameters.band_rows``), not as a whole.
     """
 
@@ -70,8 +70,8 @@ class Received(NamedTuple):
 Kernel = Callable[[Received], None]
 """Launches the prepared kernel of a call."""
 Prepare = Callable[[Received, Launch, FusedParameters], Kernel]
-"""Prepares a call's kernel. Raises ``UnsupportedError`` if the kernel does not support the operands, or the slot is too
-small."""
+"""Prepares a call's kernel. Raises ``UnsupportedError`` if the kernel does not support the operands, or if the
+call's part of the workspace is too small."""
 
 
 def multiply(call: Received, launch: Launch, parameters: FusedParameters, prepare: Prepare) -> None:

@@ -43,7 +43,7 @@ class Lookups:
         padding: the padding index of each table, or -1.
         bags: number of bags of each table, counted over the slices of all ranks.
         mean: bags are averaged, not summed.
-        last_offset: ``offsets`` has one more element than there are bags.
+        last_offset: each tensor in ``offsets`` has one more element than there are bags.
         rows_first: what one rank sends to another is ordered by bag, then by table. If False: by table, then by bag.
     """
 
@@ -62,7 +62,8 @@ class Lookups:
         return self.tables[0].shape[1]
 
     def check(self, launch: Launch) -> None:
-        """Raises ``UnsupportedError`` if the kernel does not support a tensor, or if the slot is too small."""
+        """Raises ``UnsupportedError`` if the kernel does not support a tensor. Also raises it if the call's slot, its
+        part of the workspace (``runtime.arena``), is too small."""
         like, index = self.tables[0], self.indices[0]
         if (reason := why_not(like.dtype, launch.world_size, self.width)) is not None:
             raise UnsupportedError(reason)

@@ -73,7 +73,8 @@ class TableSchedule(OneOpSchedule):
         return Request(site.facts.id, *table_parameters.needed(*table_sites.sizes(nodes_of(site, PooledNodes))))
 
     def anchor(self, site: OverlapSite) -> fx.Node | None:
-        """For a site of tables, the all-to-all, because all tables and indices come before it in the graph."""
+        """The node before which a site of tables is written: the all-to-all, because all tables and indices come
+        before it in the graph."""
         return nodes_of(site, PooledNodes).collective.node if _is_table(site) else super().anchor(site)
 
     def exchange(self, site: OverlapSite, piece: PlanPiece) -> ExchangeTerms:

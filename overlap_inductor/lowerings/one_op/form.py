@@ -39,7 +39,7 @@ class RowsForm(Protocol):
 
     def loopable(self, site: OverlapSite) -> bool:
         """Whether the rows are in the ranks' order or can be permuted into it, so that one op can compute the site.
-        Need not check the kinds of the matmuls."""
+        This method need not check the kinds of the matmuls."""
         ...
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
@@ -48,11 +48,11 @@ class RowsForm(Protocol):
         ...
 
     def computed_between(self, site: OverlapSite) -> fx.Node | None:
-        """A node between the collective and the matmuls that the op cannot compute; ``None`` if there is none."""
+        """A node that the op cannot compute, between the collective and the matmuls; ``None`` if there is none."""
         ...
 
     def slice_sizes(self, site: OverlapSite, left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
-        """``(K, N)`` of the matmul of one rank's slice. ``left``, ``right``: its operands as the op takes them."""
+        """``(K, N)`` of the matmul of one rank's slice. ``left``, ``right``: the operands of the op, for all slices."""
         ...
 
     def why_no_sum(self, site: OverlapSite, noun: str, sums: bool) -> str | None:

@@ -85,7 +85,7 @@ class OpPlan(Protocol):
 
     def parameters_of(self, settings: str, blocks: int) -> Any:
         """The op's parameters. ``settings``: a plan's settings as JSON text. ``blocks``: SMs of the device. Sizes of
-        workspaces do not depend on it."""
+        workspaces do not depend on ``blocks``."""
         ...
 
 
@@ -327,7 +327,8 @@ class OneOpSchedule:
 
 
 def operands(site: OverlapSite) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``(left, right)`` of each matmul as the op computes it (``RowsForm.turns``)."""
+    """``(left, right)`` of each matmul as the op computes it. The op computes the transposed product if
+    ``RowsForm.turns`` is true and the matmul's dim N is cut."""
     nodes, turns = site.nodes, form_of(site).turns
     return [_pair(m.lhs, m.rhs, turns and role == "N") for m, role in zip(nodes.matmuls, nodes.roles, strict=True)]
 

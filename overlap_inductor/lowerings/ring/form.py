@@ -51,7 +51,8 @@ class RingForm(Protocol):
         ...
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
-        """``{role: pieces}``: into how many pieces each cut dim of matmul ``index`` is cut."""
+        """``{role: pieces}``: the number of pieces into which the dim with this role is cut, for each cut dim of
+        ``site.matmuls[index]``. A role is M, N, K or B, or ``None`` for lookups in tables."""
         ...
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int | None:

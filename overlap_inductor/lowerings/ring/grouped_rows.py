@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a piece of a ``sites.grouped.GroupedMatmul``: its steps for some of its rows only.
 
-A row's place is its position in the experts' order. Expert e's places end at ``ends[e]``::
+A row's place is its position in the experts' order. Expert e's places end at ``ends[e]``. The piece consists of the
+rows ``rows`` of the result. Row ``tokens[p]`` of ``x`` belongs to place p, and so does row p of ``shares``::
 
     ordered = sort(places[rows])                              # the piece's rows in the experts' order
     ends'   = searchsorted(ordered, ends)                     # where each expert's rows end in the piece

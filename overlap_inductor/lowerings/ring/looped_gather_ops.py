@@ -160,7 +160,8 @@ def as_it_stood(
     biases: Sequence[torch.Tensor | None],
     world_size: int,
 ) -> Tensors:
-    """The whole matmuls, as the program wrote them. ``gathered [W * m, k]``: all shards, in the ranks' order."""
+    """The results of the matmuls, each computed at once from all shards, as the program wrote it.
+    ``gathered [W * m, k]``: all shards, in the ranks' order."""
     return [_whole(f, gathered, o, b, world_size) for f, o, b in zip(forms, others, biases, strict=True)]
 
 

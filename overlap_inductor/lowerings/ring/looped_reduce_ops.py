@@ -323,7 +323,7 @@ def _matmul_all_gather_fake(
     return lhs.new_empty(resolve_group(group_name).size() * lhs.shape[0], width, dtype=dtype), chain.new_empty(1)
 
 
-# ``width``: columns of the gathered tensor. Columns that this rank does not compute become zeros.
+# ``width``: columns of the gathered tensor. If ``rhs`` has fewer, this rank appends columns of zeros to its rows.
 define(
     "matmul_all_gather(Tensor chain, Tensor lhs, Tensor rhs, Tensor? bias, SymInt width, int parts, SymInt min_rows, "
     "ScalarType dtype, str group_name, str site, str transport='') -> (Tensor, Tensor)",

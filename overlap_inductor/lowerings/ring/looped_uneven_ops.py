@@ -2,8 +2,9 @@
 """The looping ops of all-to-alls whose parts may have different numbers of rows.
 
 ``sent`` and ``received``: the numbers of rows to and from each rank, as ``all_to_all_single`` takes them. A part may be
-empty. Sender and receiver cut a part into ``parts`` pieces at the same rows. Pieces without rows are not sent. The ops
-never run the plain collective: ranks have different numbers of rows, so the ranks could choose differently.
+empty. Sender and receiver cut a part into ``parts`` pieces at the same rows. Pieces without rows are not sent. Other
+looping ops run the plain collective for few rows. These ops never do, because one rank could have few rows and another
+many.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 A gather in the graph (W ranks, S sub-chunks; token ``chain`` orders the ops of a group)::
 
     chain    = agree(group, plan)                       # compares the ranks' plans if they were not compared yet
-    gathered = gather_start(chain!, shard)              # [W * d0, ...], own slot filled, first S hops in flight
+    gathered = gather_start(chain!, shard)              # [W * d0, ...], own shard copied in, first S hops in flight
     y0       = mm(take(gathered, shift=0), w)           # while hops 0 .. S-1 run
     gather_step(chain!, gathered!, hop=0)               # waits for hop 0, starts hop S
     y1       = mm(take(gathered, shift=-1)[part 0], w)  # while hops 1 .. S run
@@ -15,8 +15,8 @@ A gather in the graph (W ranks, S sub-chunks; token ``chain`` orders the ops of 
   buffer. This fixes the order start, matmul, step, matmul.
 - Lifetime: each step has the buffer as an argument, so the buffer lives until the last hop has ended. A reduction sends
   pieces that are not in the buffer. These pieces are arguments of the op that waits for their hops.
-- Ranks: ``take`` and ``assemble`` compute slots from the rank at run time. So the graph's text is the same on all
-  ranks.
+- Ranks: ``take`` and ``assemble`` compute at run time, from the rank, where a shard lies in the buffer. So the graph's
+  text is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _exchange_keep(buffer: torch.Tensor, own: torch.Tensor, group_name: str) -> 
     return buffer.new_empty(1)
 
 
-# Copies ``own``, the slice that this rank keeps, into its slot of ``buffer [W, ...]``.
+# Copies ``own``, the slice that this rank keeps, into ``buffer [W, ...]``, at the index of this rank.
 define(
     "exchange_keep(Tensor(a!) buffer, Tensor own, str group_name) -> Tensor",
     _exchange_keep,
@@ -338,7 +338,7 @@ def assembled_index(
     shape: Sequence[int], dim: int, chunk: int, slot: int, start: Sequence[int], piece: Sequence[int]
 ) -> list[tuple[int, int]]:
     """``(offset, length)`` of a piece's block in each dim of the assembled tensor. In ``dim``, ``start`` counts from
-    the beginning of ``slot``, of length ``chunk``."""
+    the beginning of shard number ``slot``. Each shard has ``chunk`` indices of ``dim``."""
     offsets = [s + (slot * chunk if d == dim else 0) for d, s in enumerate(start)]
     return list(zip(offsets, piece, strict=True))
 

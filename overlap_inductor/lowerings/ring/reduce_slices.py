@@ -43,8 +43,8 @@ class Slices:
         }
 
     def of_rank(self, shift: int, block: Block, rows: tuple[Size, Size] | None = None) -> fx.Node:
-        """``block`` of the slice of rank ``r + shift``. ``rows``: ``(start, length)`` in dim 0 of the matmuls' result,
-        if another dim is sliced; ``None`` for all rows."""
+        """``block`` of the slice of rank ``r + shift``, where ``r`` is this rank. ``rows``: ``(start, length)`` in
+        dim 0 of the matmuls' result, if another dim is sliced; ``None`` for all rows."""
         sharded = self.nodes.sharded
         cuts: Cuts = {sharded.dim: lambda x, dim: self.emit.take_sharded(x, dim, sharded, shift, block)}
         if rows is not None:

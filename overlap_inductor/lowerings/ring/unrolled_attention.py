@@ -110,7 +110,7 @@ mask."""
 
 
 def _mask_of(emit: StepEmitter, nodes: AttentionNodes, shift: int) -> Hidden:
-    """The mask's columns for the keys of rank ``r + shift``."""
+    """The ``Hidden`` of the keys of rank ``r + shift``, from the columns of the program's mask."""
     mask = _columns(emit, nodes, shift)
     if mask is None:
         return None, None

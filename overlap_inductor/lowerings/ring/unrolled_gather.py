@@ -8,8 +8,10 @@ sub-chunk while later sub-chunks travel. ``r``: the rank; ``f``: the ops between
     gathered = gather_start(shard)                       # S hops in flight
     y[r]     = f(gathered[r]) @ w
     for step, part: gather_step(hop); y[r - step - 1][part] = f(gathered[r - step - 1][part]) @ w
-    out      = assemble(y)                               # B, M or N gathered: written in place
-    out      = sum(y)                                    # K gathered: accumulated in fp32, fp64 or int32
+    if dim B, M or N of the matmul is gathered:
+        out = assemble(y)                                # written in place
+    if dim K of the matmul is gathered:
+        out = sum(y)                                     # accumulated in fp32, fp64 or int32
 
 These are the steps of route ``ring``. On route ``bidirectional``, a step may also bring the shard of rank
 ``r + step + 1``.

@@ -144,7 +144,8 @@ def _behind_matmul(
     and ``others``, and writes ``results``."""
     # The operands determine everything about the results but their addresses.
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
-    # The vendor's library copies only the bias: into the product, before it adds the matmul.
+    # Of the operands, the vendor's library copies only the bias. It copies the bias into the product, and then adds the
+    # matmul.
     copied = [] if bias is None else [bias]
     launched(
         launch,

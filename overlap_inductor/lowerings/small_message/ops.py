@@ -6,9 +6,9 @@ Shapes: ``lhs [M, K]``, ``rhs [K, N]``, ``bias [N]``, ``residual [M, N]``, ``wei
 return the chain's next token last. ``settings`` is JSON text of the parameters that the plan fixes
 (``SmallParameters``). A call's size decides the other parameters.
 
-A call does not run the kernel if it has no rows, is larger than a small message, or gets no workspace. Then it runs the
-op of schedule ``beyond``, or the plain collective if there is none. Rows and workspace are equal on all ranks, so all
-ranks choose alike.
+A call does not run the kernel if it has no rows, is too large for the kernel (``parameters.why_not``), or gets no
+workspace. Then the call runs the op of schedule ``beyond``, or the plain collective if there is none. Rows and
+workspace are equal on all ranks, so all ranks choose alike.
 """
 
 from __future__ import annotations

@@ -390,7 +390,7 @@ def _checked(
     check_operands(a, b, bias)
     if scatters and a.shape[0] % group.size():
         raise UnsupportedError(f"{a.shape[0]} rows cannot be cut into {group.size()} equal shards")
-    # One thread at a time on every rank, because the call may make shared state or plan a site.
+    # Only one thread at a time may run these lines, because they may make shared state or plan a site.
     with call_order(a.device):
         waves = waves_of(group, a.device)
         waves.place.faults.check()

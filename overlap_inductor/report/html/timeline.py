@@ -10,9 +10,9 @@ The steps follow a simple model:
 - For any other piece, matmul and transfer run at the same time. A transfer of the matmul's result ends with or after
   the matmul. A matmul of the gathered tensor ends with or after the transfer.
 
-The plan's row ends at the estimate of its schedule. If the steps end earlier, the rest is drawn as fixed costs:
-launches, credits, waits and mutual slowdown. If they end later, the transfer is shortened: the schedule's own transfer
-is faster than the collective.
+The timeline of the site as planned ends at the estimate of the plan's schedule. If the steps end earlier, the rest is
+drawn as fixed costs: launches, credits, waits and mutual slowdown. If the steps end later, the transfer is shortened,
+because the schedule's own transfer is faster than the collective.
 """
 
 from __future__ import annotations

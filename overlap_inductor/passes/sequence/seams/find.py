@@ -88,8 +88,8 @@ def between(first: fx.Node, last: fx.Node) -> list[fx.Node] | None:
 
 
 def held_rows(scattered: fx.Node, region: Iterable[fx.Node], group_name: str, bands: int) -> dict[fx.Node, Rows]:
-    """How ``scattered`` and the nodes of ``region`` are held if the rows are divided into ``bands``. Raises
-    ``NotRowWise`` if an op cannot be computed on one band."""
+    """``{node: Rows}`` for ``scattered`` and the nodes of ``region``, if the rows are divided into ``bands``. ``Rows``
+    says which leading dims of a node are the tokens. Raises ``NotRowWise`` if an op cannot be computed on one band."""
     held = {scattered: Rows(Tokens(group_name, bands, tools.shape(scattered)[0]), 1)}
     for node in region:
         rule = rule_of(node)
