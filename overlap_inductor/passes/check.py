@@ -95,7 +95,7 @@ def _world_size(site: OverlapSite, context: Context) -> str | None:
 def _reduce_op(site: OverlapSite, context: Context) -> str | None:
     op = site.facts.collective.reduce_op
     if op is not None and op not in ("sum", "avg"):
-        return f"the reduction is {op!r}; expected sum or avg, which can be computed piece by piece"
+        return f"the reduction is {op!r}; expected sum or avg, because steps only add partial results"
     return None
 
 

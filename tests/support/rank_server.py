@@ -30,9 +30,8 @@ def fork_server() -> None:
     after all tests are collected and before one runs: a test may start threads, which a fork does not have. The server
     ends when all workers have ended.
 
-    The server imports modules when a first rank is started. If this process already has a server, this function
-    does nothing.
-    """
+    When the first rank is started, the server imports those modules of ``gloo_ranks.preloaded`` that are still missing.
+    If this process already has a server, this function does nothing. """
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         return

@@ -144,8 +144,8 @@ def _reduce_into(
     product: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """While band ``i`` is multiplied and sent, band ``i - 1`` is summed, and its sums are sent to all peers. Then band
-    ``i - 2`` is received.
+    """Band ``i - 1`` is summed between the first and the second chunk of band ``i``, on the same stream. Its sums are
+    sent to all peers under the next matmuls. After the chunks of band ``i``, band ``i - 2`` is received.
 
     Writes ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or ``product``). Raises ``UnsupportedError``.
     """
