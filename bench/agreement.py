@@ -105,8 +105,8 @@ def _own(call: Callable[[], None], ahead: Callable[[], None]) -> float:
 
 
 def _uneven(call: Callable[[], None]) -> float:
-    """See ``uneven`` in the module's docstring. All ranks draw every rank's work from one seed, so each knows the
-    longest work before a call."""
+    """See ``uneven`` in the module's docstring. All ranks draw the work of every rank from one
+    seed, so each rank can subtract the longest work."""
     chance, rank, size = random.Random(0), dist.get_rank(), dist.get_world_size()
     found = []
     for _ in range(TIMES):

@@ -219,7 +219,8 @@ def measured(
 
 
 def with_ratios(found: dict[tuple[str, str], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows, each with ``ratio``: its CPU time divided by that of the plain compile of its phase, if measured."""
+    """The rows, with ``ratio``: a row's CPU time divided by that of the plain compile of its phase. If no plain compile
+    of a phase was measured, the phase's rows have no ``ratio``."""
     for (_, phase), row in found.items():
         plain = found.get(("plain", phase))
         yield row if plain is None else row | {"ratio": round(row["seconds"] / plain["seconds"], 3)}

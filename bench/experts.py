@@ -6,8 +6,8 @@
 
 Forms of a layer (``bench.support.experts``), with equally many rows for every expert:
 
-- ``all-reduce``: the layer of ``transformers`` at inference. All ranks have all tokens. An all-reduce adds the ranks'
-  sums.
+- ``all-reduce``: the layer of ``transformers`` at inference. All ranks have all tokens. Each rank sums the results of
+  its own experts for each token. An all-reduce adds these sums over the ranks.
 - ``dispatched``: the layer of torchtitan. Each rank has its part of the tokens. Two all-to-alls move rows to their
   experts and back.
 

@@ -28,7 +28,7 @@ class Variant:
 
     Attributes:
         switches: values for fields of ``OverlapConfig``; ``None``: compiled without overlap.
-        right: whether the results are right and compared. Without collectives, they are wrong.
+        right: whether the results must be right. If so, their error is checked. Without collectives, they are wrong.
     """
 
     name: str

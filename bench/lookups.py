@@ -66,10 +66,14 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jagged", action="store_true", help="bags of 0 to 2 * pooling indices")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES), choices=SCHEDULES)
-    parser.add_argument("--most-bytes", type=float, default=4e10, help="leave out cases that need more on a rank")
+    parser.add_argument(
+        "--most-bytes", type=float, default=4e10, help="leave out cases that need more bytes than this on a rank"
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--case-seconds", type=float, default=3.0)
-    parser.add_argument("--budget-seconds", type=float, default=540.0, help="begin no case that may end after this")
+    parser.add_argument(
+        "--budget-seconds", type=float, default=540.0, help="begin no case that may end after this many seconds"
+    )
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "lookups.jsonl")
     return parser.parse_args(arguments)
 

@@ -25,8 +25,9 @@ once. NCCL's collective is not run. So there is no row for ``keep``, and times a
 On 8 GPUs, several ranks send to one receiver at once (``transports.copy_engine``). So this program cannot compare
 numbers of bands, or ``chunked`` in bands with ``fused``.
 
-Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset. In their place,
-a barrier or an all-reduce before each call ensures that the previous call's data has been read.
+Before a variant is timed, its result on random data is compared with fp32. Credits of peers are preset, so no
+call waits for a credit. Instead, a barrier or an all-reduce before each call ensures that the previous call's data has
+been read.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ class Site:
         )
 
     def provider(self, schedule: str, settings: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], int]:
-        """A function that calls the schedule with these parameters, and the number of bands of a call.
+        """Returns ``(run, bands)``: ``run`` calls the schedule with these parameters, and ``bands`` is the
+        number of a call's bands.
 
         Both ranks make and use providers in the same order, one at a time. Raises ``ValueError`` if a parameter is out
         of range, or if bands are not of one size.

@@ -9,9 +9,11 @@ The model is an unchanged Hugging Face Llama with the layer shapes of llama3-70b
 - ``--tokens``: one sequence of each length runs (prefill), with the host in the loop.
 - ``--batches``: that many sequences of one token run, as CUDA graphs (``triton.cudagraphs``).
 
-Before a shape is timed, its logits are compared with those of the eager model. A row's time is in milliseconds: the
-mean of three calls, the median over samples, then the maximum over ranks. ``graphs_made``: the number of CUDA graphs
-with captured launches of sites (``runtime.replay``).
+Before a shape is timed, its logits are compared with those of the eager model. Each shape gives one row of output:
+
+- ``ms``: for ``plain`` and for ``auto``, the time of a call in milliseconds. A sample is the mean of three calls. Each
+  rank takes the median of its samples, and the row has the largest of the ranks' medians.
+- ``graphs_made``: the number of CUDA graphs that were made for this shape from launches of sites (``runtime.replay``).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def provider_names() -> list[str]:
 
 
 def kinds_of(offered: Sequence[str]) -> list[str]:
-    """The names in ``offered`` without their transports and without ``keep``, each once."""
+    """The names in ``offered`` except ``keep``, each once and without its transport."""
     return list(dict.fromkeys(name.split("/")[0] for name in offered if name != "keep"))
 
 

@@ -26,7 +26,8 @@ PICTURES: dict[Path, tuple[Callable[[], list[summaries.Row]], Callable[[list[sum
     _ASSETS / "slow_link.png": (summaries.slow_link_rows, plots.slow_link),
     _ASSETS / "layers.png": (summaries.layers_rows, plots.layers),
 }
-"""The pictures of README and ``docs/``, each with a function that reads its rows and one that draws them."""
+"""The pictures of README and ``docs/``, each with two functions: one reads the picture's rows, the other draws the
+picture."""
 INTRODUCTION = """\
 # Stored rows of `bench.operators`
 

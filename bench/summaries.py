@@ -201,7 +201,7 @@ def training() -> str:
 
 
 def handed_out() -> str:
-    """Microseconds of a site with an all-gather whose tensor is also read outside the site, on 2 GPUs."""
+    """Microseconds of a site whose gathered tensor is also read outside the site, on 2 GPUs."""
     return _by_tokens(_read("handed_out"), ("provider",), lambda row: f"{row['us']:.0f}")
 
 

@@ -7,8 +7,8 @@ measurement is one JSON row.
     torchrun --nproc-per-node 4 -m bench.transfers --out rows.jsonl
 
 The time of a rank begins with its own sends, and ends when the data of all peers has arrived. The rank's GPU measures
-the time, in microseconds. A row holds the median over repeats, then the maximum over ranks. ``right``: whether the
-right data arrived in a call before the timing.
+the time, in microseconds. A row holds one time: each rank takes its median over the repeats, and the row has the
+largest of these medians. ``right``: whether the right data arrived in a call before the timing.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ class Site:
 
 
 def error_of(function: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
-    """The largest error of a second call over all ranks, relative to the largest element. A second call also shows
-    whether the first call left a wrong state."""
+    """Call ``function`` twice. Returns the largest error of the second result on any rank, relative to the largest
+    element. The second call also shows whether the first call left a wrong state."""
     function()
     return greatest(float((function().float() - expected).abs().max() / expected.abs().max()))
 

@@ -53,7 +53,11 @@ def run_samples(
     paths: Sequence[Path], folder: Path, programs: Path | None = None
 ) -> list[tuple[Path, samples.Sample, str]]:
     """Run the blocks of the pages ``paths``. Returns ``(page, output block, output of this run)`` of each output block.
-    ``samples.run`` explains ``folder`` and ``programs``."""
+
+    Args:
+        folder: where the blocks run, except those that run in the checkout.
+        programs: a folder whose ``python`` and ``overlap-inductor`` the blocks use.
+    """
     found = []
     for path in paths:
         outputs = samples.run(samples.samples(path.read_text(encoding="utf-8")), folder, programs)

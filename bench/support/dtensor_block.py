@@ -124,7 +124,8 @@ def largest_error(
     mesh: DeviceMesh, variant: Variant, compiler: Callable[[Any], Any], dtype: torch.dtype = torch.float32
 ) -> tuple[float, str]:
     """``(largest error, name of the tensor that has it)`` among the compiled block's output and gradients on this rank.
-    An error is relative to the largest element of the exact tensor, in fp64. ``dtype``: that of the compiled block."""
+    The exact tensors are those of the unsharded block in fp64. An error is relative to the largest element of its exact
+    tensor. ``dtype``: that of the compiled block."""
     torch.manual_seed(3)
     device = mesh.device_type
     block = Block(variant)

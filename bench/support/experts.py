@@ -127,7 +127,7 @@ class DispatchedExperts(torch.nn.Module):
 
     Args:
         shared: whether a shared expert also multiplies all tokens of the rank.
-        exchange: the function that exchanges rows. With a local function instead, no rows are exchanged.
+        exchange: the function that exchanges rows. If it is a local function, no rows are exchanged.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class DispatchedExperts(torch.nn.Module):
         return F.silu(x @ self.up.to(x.dtype)) @ self.down.to(x.dtype)
 
     def whole(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """The result of all experts, without a grouped matmul. ``weights``: those of ``all_weights``."""
+        """The result of all experts, without a grouped matmul. ``weights``: ``all_weights``, in the dtype of ``x``."""
         w1, w2, w3, up, down = weights
         result = F.silu(x @ up) @ down if self.shared else torch.zeros_like(x)
         for expert in range(self.sizes.experts):

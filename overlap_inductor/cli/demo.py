@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``overlap-inductor demo``: run two models here with and without overlap, compare the results and time the runs.
 
-The models are a Hugging Face Llama and a sequence-parallel block. By default, they run on 8, 4 or 2 GPUs, the most that
-this machine has. With fewer than two GPUs, they run on two CPU processes, joined by a slow link if possible.
+The models are a Hugging Face Llama and a sequence-parallel block. By default, they run on 8, 4 or 2 GPUs: the
+largest of these numbers that this machine has. With fewer than two GPUs, they run on two CPU processes, joined by a
+slow link if possible.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ SECTION = "Machine facts"
 
 def machine_facts() -> list[Check]:
     """A line for each of ``FIELDS``: the value that ``auto`` uses for a group of the ranks that ``ranks_here``
-    counts. The state is ``good`` if the switch ``machine`` sets the value, else ``note``. If a switch is not valid, one
-    line says so."""
+    counts. The state is ``good`` if the switch ``machine`` sets the value, else ``note``. If a switch is not valid, the
+    list has only one line, which says so."""
     import torch
 
     from overlap_inductor.sites.sizes import machine_between

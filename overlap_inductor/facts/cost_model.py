@@ -47,7 +47,7 @@ class SiteSizes:
         contracted: bytes that a rank receives in an all-to-all before matmuls that contract the exchanged dim; else 0.
             For ``attention_all_to_all`` it is also set, but not used.
         memory: bytes that lookups in tables read and write.
-        lookups: number of lookups in tables.
+        lookups: number of ops such as ``embedding_bag``, each of which looks up rows in a table.
         skipped: the part of ``flops`` that the program as written does not compute: causal attention skips masked keys.
     """
 

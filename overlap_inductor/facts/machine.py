@@ -27,7 +27,8 @@ class Machine:
         memory_bytes: B/s that a memory-bound kernel or a lookup reads and writes. One H100 reached 2.72e12.
         lookup_seconds: fixed cost of one lookup in a table. On an H100, 64 calls of ``embedding_bag`` took 680 us.
             Their reads and writes alone would take 50 us.
-        launch_seconds: host time to launch a matmul, and one kernel of pointwise ops before or after the matmul.
+        launch_seconds: host time of two launches together: a matmul, and one kernel of pointwise ops before or after
+            the matmul.
         call_seconds: host time of a collective and its wait; 0 on a CPU. On one host, two layers of Llama took 1.6 ms
             with 5 collectives, and 1.1 ms without. On another host, they took 2.7 ms with 5 collectives, and 1.9 ms
             without.

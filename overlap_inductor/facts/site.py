@@ -29,7 +29,7 @@ class Collective:
             - Reduce-scatter or all-to-all after the matmuls: the scattered dim of the first matmul's result.
             - All-to-all before the matmuls: the dim of its result whose index contains the sending rank.
             - All-to-all beside lookups or experts: 0.
-            - All-gather before attention: the dim of the keys.
+            - All-gather before attention: the dim of the tensor of keys along which the keys are counted.
 
         role: role (M, N, K or B) of the cut dim in the first matmul, or ``None``.
         reduce_op: ``sum``, ``avg``, ... or ``None``.

@@ -2,7 +2,8 @@
 """The identity of the pass: a hash of everything that can change its result, except the graph.
 
 The hash is part of the cache keys of Inductor and AOTAutograd. It leaves out the switches ``dump`` and ``notice``,
-which do not change the result. On a cache hit, the graph's stored reports can be written to any folder.
+which do not change the result. Stored reports name no dump folder, so a cache hit can write them to the folder that is
+set then.
 """
 
 from __future__ import annotations

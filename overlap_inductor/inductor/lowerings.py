@@ -10,9 +10,9 @@
 ``agree``                             a call
 ====================================  =================================================
 
-On rank ``r``, the slice of rank ``r + shift`` is a ``ReinterpretView``. Its offset contains the rank as a symbol
-(``rank_symbol``). Inductor's matmuls and pointwise kernels read the view in place, and write pieces straight to their
-places::
+``take`` reads, and ``assemble`` writes, a part of the slice that belongs to rank ``r + shift``, where ``r`` is this
+rank. Such a part is a ``ReinterpretView``, whose offset contains the rank as a symbol (``rank_symbol``). Inductor's
+matmuls and pointwise kernels read such a view in place, and write their results straight into such a view::
 
     a = take(x, 0, 1, 4, 0, 4, "tp")               u0 = torch.ops.overlap_inductor.group_rank.default('tp')
     b = mm(a, w)                                   buf = empty_strided(...)

@@ -118,8 +118,8 @@ def without_compile_wrappers(fn: Any) -> Any:
 
 @contextmanager
 def in_place_compile_undone(fn: Any) -> Iterator[None]:
-    """In this context, earlier calls of ``module.compile()`` on modules of ``fn`` have no effect. Otherwise, a
-    module that is compiled in place would run Inductor's code generation."""
+    """In this context, earlier calls of ``module.compile()`` on modules of ``fn`` have no effect. Without this
+    context, a module that is compiled in place would run Inductor's code generation."""
     modules = list(fn.modules()) if hasattr(fn, "modules") else []
     calls = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
     for module, _ in calls:

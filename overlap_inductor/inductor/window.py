@@ -79,8 +79,8 @@ def _place(x: Any) -> tuple[Any, Any]:
 def _better_stored(data: Any) -> bool:
     """Whether an elementwise result is better stored once than computed by the kernel of each window.
 
-    True if the result is computed from several buffers, at least one of which is not an input of the graph. The memory
-    of the stored result then takes the place of this buffer's memory.
+    True if the result is computed from several buffers, at least one of which is not an input of the graph. The
+    stored result then takes the place of a buffer that is not an input.
     """
     if not isinstance(data, ir.Pointwise):
         return False

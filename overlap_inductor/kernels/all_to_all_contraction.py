@@ -54,7 +54,7 @@ def all_to_all_contraction(
         own_desc: the shard that this rank sends to itself, ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
         a: the address of the shards ``[WORLD, rows, inner]``, one for each rank.
         shard_vectors: size of a shard in 16-byte words.
-        b_desc, bias, TRANSPOSED, BIAS: see ``multiply_tile``; K is ``WORLD * inner``, in the order of ranks.
+        b_desc, bias, TRANSPOSED, BIAS: see ``tile_order.multiply_tile``; K is ``WORLD * inner``, in the order of ranks.
         c_desc: ``[rows, columns]``, fp16 or bf16, blocks ``[BLOCK_M, BLOCK_N]``, or half as wide with ``HALVES``.
         c: any pointer to the dtype of ``c_desc``; never stored to.
         inner: K of a shard, a multiple of ``BLOCK_K``, so each block of ``b`` belongs to one source.

@@ -14,7 +14,7 @@ the tile. There are four kinds of work. Each kind has a queue, in which work of 
     copy    copy a finished tile of a peer's shard from the workspace into ``out``
 
 The first ``PUSHERS`` blocks push from the beginning. On 8 H200s, eight SMs that store to all peers fill a GPU's links.
-::
+Each block runs this loop::
 
     while there is work:
         if this block pushes, or all tiles are taken:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that run beside matmuls and copies, or after them. They wait, signal, push rows to peers, or spoil results
-after an abort. Schedule ``chunked`` launches them on its streams. Schedule ``fused`` launches some of them if copy
-engines send a shard, or if a separate kernel ends the call.
+"""Kernels that run beside matmuls and copies, or after them. They wait, signal, push rows to peers, or set results to
+NaN (*spoil* them) after an abort. Schedule ``chunked`` launches them on its streams. Schedule ``fused`` launches some
+of them if copy engines send a shard, or if a separate kernel ends the call.
 
 A *part* is a band of rows of one shard. Part number ``u`` is part ``u % PARTS`` of the shard that comes from, or goes
 to, the rank ``u // PARTS + 1`` steps away. Its flag is ``signal_flag(flags, source, index + u % PARTS)``: ``index`` is
@@ -188,7 +188,8 @@ def push_parts(
             every rank. With ``SCATTERED`` it holds a shard for each rank, in the order of ranks.
         shard_vectors, part_vectors, origin, base: in vectors of 16 bytes. The shard goes to ``base + rank *
             shard_vectors`` of the receiver's workspace.
-        queues: words ``QUEUE_WORDS + peer * signals + index + part`` count stored pieces; zero before and after.
+        queues: word ``QUEUE_WORDS + peer * signals + index + part`` counts the stored pieces of a part. The word is
+            zero before and after the kernel.
     """
     call = tl.load(calls)
     words = source.to(tl.pointer_type(tl.int32), bitcast=True)

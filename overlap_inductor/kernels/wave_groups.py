@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule ``wave_groups`` (FlashOverlap, arXiv 2504.19519). A persistent matmul signals when a group of its rows is
-stored, and another kernel waits for each group. An ordinary collective follows each waiting kernel
+stored. For each group, a kernel waits for this signal, and then an ordinary collective sends the group's rows
 (``lowerings.wave_groups.launch``).
 
 A *group* is some neighbouring bands of ``BLOCK_M`` rows of each shard. The matmul computes one group after the other,
@@ -12,8 +12,8 @@ of two ranks. ::
     | shard 0: bands 0, 1   shard 1: bands 0, 1 | shard 0: band 2   shard 1: band 2 |
 
 Counting. A block counts its tiles of a group in one addition, when its next tile belongs to a later group or no tile is
-left. Until then its bulk stores continue under the next matmul. The waiting kernel sets the group's counter back to
-zero, before the next call begins.
+left. Until then, the block's bulk stores continue while the block multiplies its next tile. The waiting kernel sets the
+group's counter back to zero, before the next call begins.
 
 Forward progress. The matmul waits for nothing, so it ends. The waiting kernel is launched after the matmul. So it
 cannot hold up the matmul, even if both share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). The waiting kernel

@@ -31,8 +31,9 @@ def _average(tensor: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> 
 
 
 def reduced(pattern: str, partial: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of ``partial [M, N]`` over all ranks, or the average if ``reduce_op`` is ``avg``. ``matmul_all_reduce``
-    returns all rows and overwrites ``partial``. Other patterns return this rank's rows ``[M / W, N]``."""
+    """The sum of ``partial [M, N]`` over all ranks, or the average if ``reduce_op`` is ``avg``. If ``pattern`` is
+    ``matmul_all_reduce``, returns all rows, and overwrites ``partial``. Otherwise returns this rank's rows ``[M / W,
+    N]``."""
     if pattern == "matmul_all_reduce":
         dist.all_reduce(partial, group=group)
         return _average(partial, reduce_op, group)

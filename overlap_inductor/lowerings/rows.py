@@ -9,8 +9,8 @@ changes:
   permuted: in the result after a gather, in the left operand before a scatter.
 - For cut columns, most ops compute the transposed product. Its result is transposed and copied. The vendor's matmul
   reads transposed operands in place; a Triton kernel may need a copy (``operands.left_operand``).
-- Two kinds of ops take cut columns as they are: ops for matmuls before an all-to-all, and the ring's looping op for
-  gathers. For these ops, columns are permuted like rows.
+- Two kinds of ops take cut columns without a transposition: ops for matmuls before an all-to-all, and the ring's
+  looping op for gathers. For these ops, columns that have another order are permuted, as rows are.
 
 For a cut contracted dim, there are other ops (``lowerings.ring.looped_gather``, ``one_op.exchange_rows``).
 """

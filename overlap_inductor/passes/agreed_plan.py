@@ -71,7 +71,7 @@ class SiteFootprint:
         self.group = first.group_name
         self.what = _what(first)
         self.further = [(_what(c), *_beside(site, c)) for c in site.collectives[1:]]
-        # A rank knows only its own numbers of rows, so the plan does not name them.
+        # If the parts of an exchange are uneven, a rank knows only its own numbers of rows. So the plan names none.
         shape = tools.shape(first.input)
         self.shape = ["uneven", *shape[1:]] if site.nodes.uneven_rows() else shape
         self.pattern = facts.pattern

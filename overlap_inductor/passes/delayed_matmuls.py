@@ -14,6 +14,8 @@ For a collective that stays in the graph::
     y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
                                                       y = wait_tensor(g)                  # ordered after dw
 
+Op ``after`` returns its first argument, which is computed after the second one.
+
 Contract: the pass runs on a rewritten graph, before the graph's order is fixed. Matmuls move in two ways:
 
 - down, to a transfer's wait, with the views, casts and permutations of the matmul's result;

@@ -35,8 +35,8 @@ from overlap_inductor.torch_compat import operators
 NAMESPACES = ("aten", "prims", *operators.FUNCTIONAL_COLLECTIVES)
 """Namespaces in which an op's name shows whether it is a collective."""
 STEPS = 12
-"""At most this many nodes stand between the keys and the exchange. Fewer than this many nodes stand between the
-keys and the attention (``attention.readers``)."""
+"""An exchange is found only if at most this many nodes stand between the keys and the exchange. Between the keys and
+the attention (``attention.readers``), there must be fewer than this many nodes."""
 
 
 class AttentionExchange:

@@ -41,7 +41,7 @@ from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
 STEPS = 12
-"""The most nodes of the search from a part of the ``cat`` back to its lookup."""
+"""The search from a part of the ``cat`` back to its lookup ends when it has met more nodes than this."""
 FEW = 16
 """The most tables that are looked up rank by rank: one rank's slice of the batch at a time. Each table adds nodes for
 every rank."""

@@ -245,8 +245,8 @@ class _Dims:
 
 
 def _key(atom: Atom) -> int | str:
-    """A key of an atom. A ``cat`` that moves the rank to the front makes a new rank atom, so all rank atoms share one
-    key."""
+    """A key of an atom. All rank atoms (atoms that count the ranks) share one key, because a ``cat`` that moves the
+    rank atom to another dim makes a new rank atom."""
     return "rank" if atom.rank else id(atom)
 
 

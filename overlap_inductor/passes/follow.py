@@ -180,8 +180,8 @@ class Follower:
         return not self._needy(node)
 
     def _needy(self, node: fx.Node) -> fx.Node | None:
-        """An input of ``node`` that is computed from the received tensor and has no layout: it needs the whole tensor.
-        ``None`` if there is none."""
+        """An input of ``node`` that is computed from the received tensor and has no layout, or ``None``. Such an input
+        needs the whole received tensor."""
         return next(
             (
                 n

@@ -116,7 +116,8 @@ def _find_and_rewrite(
         fused_sums.put_back(graph)
         return _report(graph, config, about, outcome, before, stretches, failed)
     except Exception:
-        # The report of the failure will say that nothing is overlapped, and its plan is compared with other ranks'.
+        # The report of the failure will say that nothing is overlapped, and its plan is compared with other ranks'. So
+        # the rewrite must be undone.
         if outcome.snapshot is not None:
             outcome.snapshot.restore()
         raise

@@ -33,7 +33,8 @@ class GraphContext:
     """What a pass gets besides the graph.
 
     Attributes:
-        is_inference: whether the graph is compiled for inference; ``None`` for joint graphs, if Inductor does not say.
+        is_inference: whether the graph is compiled for inference; ``None`` if Inductor does not say
+            (only for joint graphs).
         graph_id: Dynamo's name of the graph, the same on all ranks.
         refusal: why nothing may be overlapped in the graph, or ``None``.
     """

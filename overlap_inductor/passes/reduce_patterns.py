@@ -6,7 +6,7 @@
     all_reduce(a) + all_reduce(b)          one matmul_all_reduce of a + b, at the first all-reduce
     mm(x, w) -> all_gather                 matmul_all_gather
 
-If ``find_reduce`` finds no site, ``find_region`` also follows reductions over a dim and ``cat``.
+If ``find_reduce`` finds no site, ``find_region`` searches again. It also follows ``cat``, and reductions over a dim.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def template(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def common_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """``(common name, positions of its names)`` for all ``names`` that differ only in their numbers.
+    """For each set of ``names`` that differ only in their numbers: ``(their common name, their positions in names)``.
 
     ``a.{0..3}.b.{0,1}`` stands for every combination. If a combination is missing, the names are split by the first
     number that varies. So a common name includes only layers that exist.

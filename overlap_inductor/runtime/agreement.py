@@ -3,7 +3,8 @@
 transfers that its rank is about to make.
 
 A pass never communicates, because a rank with a cache hit does not run the pass. So a graph's call starts with the
-comparison. Each rank counts its calls of graphs that hold a collective of the group::
+comparison. Each rank counts its calls of graphs that hold a collective of the group. A *digest* is a hash of a
+rank's plan::
 
     call n:   publish digest                     a rank that overlaps nothing goes on here
               equal = all digests of call n are mine

@@ -73,7 +73,7 @@ class Slot:
         nbytes, signals: number of bytes of ``data``, and number of signals that each rank can send in a call.
         data: uint8 ``[nbytes]`` on every rank.
         flags: int32 on every rank (``kernels.layout``). ``calls``, ``queues`` and ``tiles`` follow in the same
-            allocation, because the ranks must agree on each allocation.
+            allocation, because the ranks would have to agree on every further allocation.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
         queues: int32 on the device: words in which the blocks of a kernel count work. First come ``QUEUE_WORDS`` words,
             then one word per rank and signal. All but word ``layout.ANNOUNCED`` are zero between calls.

@@ -4,8 +4,8 @@ the order in which this process makes them, on any streams and from any threads.
 
 Why. A kernel that waits for its peers may fill the GPU. If two such kernels on two streams start in different orders on
 two ranks, they wait for each other. The hosts of all ranks make their calls in one order. This module makes the GPUs
-keep it. So the ranks also count equally many calls of each *slot*: the part of a workspace that one call uses
-(``runtime.arena``).
+keep this order. So the n-th call of a *slot* is the same call on all ranks. A slot is the part of a workspace that one
+call uses (``runtime.arena``).
 
 How. ``with call_order(device):`` encloses all launches of a call. The new call waits for the *end* of the previous
 call: an event that is recorded after the previous call's last launch. The new call does not wait for later work on the
@@ -19,11 +19,12 @@ the previous call until the new call's event is recorded. The lock also guards w
 streams, prepared kernels, and graphs. If threads call at the same time, the program must ensure one order on all ranks,
 as with NCCL.
 
-Captures. CUDA refuses a wait in a capture for an event from outside the capture, and a wait outside for an event from a
-capture. So each capture has its own event. If a ``torch.cuda.CUDAGraph`` holds calls, each of its replays counts as one
-call. A call is refused in a capture that is made without ``torch.cuda.CUDAGraph``, and in a capture that began before
-the first ``CallOrder``. This module would not notice the replays of such a capture, and two calls could use a slot at
-the same time. If a program launches the ``raw_cuda_graph_exec`` of a graph, it must ensure the order itself.
+Captures. In a capture, CUDA refuses to wait for an event from outside the capture. Outside, CUDA refuses to wait for an
+event from a capture. So each capture has its own event. If a ``torch.cuda.CUDAGraph`` holds calls, each of its replays
+counts as one call. A call is refused in a capture that is made without ``torch.cuda.CUDAGraph``, and in a capture that
+began before the first ``CallOrder``. This module would not notice the replays of such a capture, and two calls could
+use a slot at the same time. If a program launches the ``raw_cuda_graph_exec`` of a graph, it must ensure the order
+itself.
 
 A graph of ``runtime.replay`` is launched inside a call, so it needs no order of its own.
 """

@@ -28,7 +28,7 @@ SKIPPED, REFUSED, MOVED = "-", "!", "~"
 """Marks of the value that a rank publishes for a call:
 
 * ``SKIPPED``: the rank ran this call uncompiled;
-* ``REFUSED``: the rank runs the plan without overlap;
+* ``REFUSED``: the rank runs this call's graph without overlap, and does not wait for the other ranks;
 * ``MOVED``: the rank has skipped a number to reach this call, so the ranks must exchange verdicts.
 """
 

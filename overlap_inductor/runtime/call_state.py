@@ -46,7 +46,8 @@ class GroupState:
         unasked: digests of agreed plans that all ranks run without comparing again.
         parts: digests of the plans of subgraphs, which are parts of agreed plans.
         overlapped: for each agreed plan, its collectives.
-        told: digests of plans whose text this rank has published. Also ``here`` if this rank has announced itself.
+        told: digests of plans whose text this rank has published. Also ``here`` if this rank has published that it
+            compiles with overlap on (``call_board.announce``).
         reported: the differences that were logged, as tuples of digests, or ``("uncompiled",)``.
         newest: the plan that was agreed upon last.
         apart: why overlap is disabled for the group; ``""`` if it is not.
@@ -110,9 +111,10 @@ class GroupState:
     def label(self) -> str:
         """The newest call's name in the store: its number or its place.
 
-        Without a page, ranks of a GPU group publish only some calls. A rank that ran an unpublished call uncompiled
-        does not notice the call, and so does not skip its number. So numbers may differ between ranks. For this
-        reason, the label of a call without a page is the place, if ``exact`` is true.
+        Without a page, ranks of a GPU group publish only some calls. A rank may run code uncompiled while other ranks
+        make an unpublished call for this code. The rank does not notice their call, and so does not skip its number. So
+        numbers may differ between ranks. For this reason, the label of a call without a page is the place, if ``exact``
+        is true.
         """
         return f"at{self.place}" if self.exact and self.page is None else str(self.calls)
 
@@ -145,7 +147,7 @@ class GroupState:
 
     def level(self, places: Iterable[CallPlace]) -> None:
         """Set this rank's counts to the largest among the ranks' ``places`` of one call. All ranks do this together, so
-        their values become equal."""
+        their counts become equal."""
         passed, place = self.passed, self.place
         for other in places:
             passed, place = max(passed, other.passed), max(place, other.place)

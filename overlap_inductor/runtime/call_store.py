@@ -18,8 +18,8 @@ because each call holds a collective, which blocks the host."""
 
 
 class CallStore:
-    """Values and verdicts of a group's calls, by the call's label (``GroupState.label``). The methods are those
-    of ``CallPage``, except ``watcher`` and ``differs``. The methods take a label instead of the call's number.
+    """Values and verdicts of a group's calls, by the call's label (``GroupState.label``). This class has the methods of
+    ``CallPage``, but not ``watcher`` and ``differs``. Here, the methods take a label instead of the call's number.
     ``prefix``: the prefix of all keys."""
 
     first_pause, growth = 1e-4, 1.5

@@ -237,7 +237,7 @@ class FaultRecord:
 
 @dataclass(frozen=True)
 class _Behind:
-    """The words of a symmetric buffer after its first one, as a ``board.Exchange``."""
+    """All words of a symmetric buffer except the first word, as a ``board.Exchange``."""
 
     local: torch.Tensor
     peers: tuple[torch.Tensor, ...]

@@ -17,9 +17,9 @@ and on the allocations that hold the tensors in ``copied``. It may depend on not
 
 Why this is correct. A captured graph fixes ``what``, and the layouts and addresses of ``tensors``. A call replays the
 graph only if ``what``, layouts and addresses are equal to the captured ones. Kernels read the number of the call from
-device memory. Kernels, slots and fault memory outlive the graph. The first call has loaded every kernel, so a capture
-waits for nothing on the device. A rank's calls run one after the other on its GPU (``runtime.call_order``). So graphs
-can share one workspace of the vendor's matmul library.
+device memory. Kernels, the site's part of the workspace, and fault memory outlive the graph. The first call has loaded
+every kernel, so a capture waits for nothing on the device. A rank's calls run one after the other on its GPU
+(``runtime.call_order``). So graphs can share one workspace of the vendor's matmul library.
 
 Why allocations are compared. A copy in a graph is bound to the allocation with which it was captured. If the program
 frees this allocation, a new one may cover the same address. ``cuGraphLaunch`` then fails with

@@ -264,7 +264,8 @@ def _difference(
 
 
 def _astray(state: GroupState, plan: ExchangePlan, values: Mapping[int, str]) -> dict[int, int]:
-    """``{rank: place of its call}``, for the ranks whose call cannot be matched with this rank's call."""
+    """``{rank: number of the group's collectives that it issued before its call}``, for the ranks whose call cannot be
+    matched with this rank's call."""
     return {
         r: CallPlace.parsed(v).place
         for r, v in values.items()

@@ -146,8 +146,8 @@ class GradientNodes(TableNodes):
     """all-to-all -> views -> one slice for each table -> gradients of the tables.
 
     Attributes:
-        slices: for each slice, the number of its table.
-        read: layout of a slice, in the atoms of ``wire``.
+        slices: ``{node: number of its table}`` for the nodes that take one table's gradients from the result.
+        read: layout of such a node, in the atoms of ``wire``.
         source: the tensor that is sent: the collective's input, or the tensor of which the input is a permuted copy.
         last_first: whether the graph reads the last table first.
     """

@@ -171,7 +171,7 @@ class SiteNodes(ABC):
     @abstractmethod
     def computed_ahead(self) -> list[str]:
         """One text for each node that may be computed on a shard before it is sent, in graph order. Ranks compare the
-        texts, so they hold no node names."""
+        texts, so the texts hold no node names."""
 
     def uneven_rows(self) -> list[Size]:
         """Empty: the ranks' parts are equal. If the parts may differ, a subclass returns the numbers of rows that this

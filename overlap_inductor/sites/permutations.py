@@ -81,7 +81,7 @@ def _at_segments(node: object) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _starts_of(node: fx.Node) -> fx.Node | None:
-    """``lengths`` if ``node`` is ``cumsum(lengths) - lengths``: the number of the first row of each run."""
+    """``lengths`` if ``node`` holds the number of the first row of each run: ``cumsum(lengths) - lengths``."""
     if node.target is not aten.sub.Tensor or node.kwargs:
         return None
     summed, lengths = node.args

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write pieces of a row-wise region (``sites.row_wise``) after a gather (``RowPieces``) or a matmul (``BandPieces``).
-After a gather, a piece is computed from one rank's shard or a part of it.
+"""Write pieces of a region after a gather (``RowPieces``) or a matmul (``BandPieces``). The ops of the region are
+row-wise: each row of a result depends only on the same row of the inputs (``sites.row_wise``). After a gather, a piece
+is computed from one rank's shard or a part of it.
 
 Contract: nodes are written at the emitter's insertion point. Views get the piece's shape, other ops are copied, and
 tensors from elsewhere are cut to the piece's rows. After a gather, on rank r::
@@ -93,7 +94,8 @@ class RowPieces:
     """The pieces that are computed from the shard of rank ``r + shift``, or from a part of it.
 
     Args:
-        raw: ``length`` indices of ``lead`` from ``start`` on. Without ``lead``, the whole shard.
+        raw: the node of the part of the shard that has ``length`` indices of ``lead``, from index ``start`` on. Without
+            ``lead``, the node of the whole shard.
         order: layout of ``raw``.
         shift: taken modulo the number of ranks.
         lead: the atom along which the shard is cut, or ``None``.

@@ -140,9 +140,9 @@ class StepEmitter:
         return self.reshape(self.call(overlap.rows_below.default, split, *where), shape)
 
     def convert(self, x: fx.Node, source: Layout, target: Layout, sizes: dict[int, Size] | None = None) -> fx.Node:
-        """``x`` brought from layout ``source`` into layout ``target``. Both layouts have the same atoms (runs of
-        indices), perhaps in another order. The result is a view if possible. ``sizes`` gives other sizes to some atoms,
-        by ``id(atom)``."""
+        """``x`` brought from layout ``source`` into layout ``target``. Both layouts have the same atoms (dims
+        or factors of dims), perhaps in another order. The result is a view if possible. ``sizes`` gives other sizes to
+        some atoms, by ``id(atom)``."""
         source, target = source.refined(), target.refined()
         if source.same_elements(target):
             return self.reshape(x, target.shape(sizes))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps nodes in an order that no data dependency enforces, and checks that the order was kept.
 
-Unrolled steps of a ring write to a buffer in flight and read from it. Some later passes of Inductor move nodes by data
-dependencies alone. If such a pass is on (``moving_pass``), rings are not unrolled. If another pass has moved a step
-(``moved``), the compile raises an error. Without this error, the graph could read data that has not arrived.
+Unrolled steps of a ring write to the buffer of a transfer in flight, and read from it. Some later passes of Inductor
+move nodes by data dependencies alone. If such a pass is on (``moving_pass``), rings are not unrolled. If another pass
+has moved a step (``moved``), the compile raises an error. Without this error, the graph could read data that has not
+arrived.
 
 ``preserve_order`` makes each key of ``edges`` run after its values, with Inductor's ``control_deps``::
 

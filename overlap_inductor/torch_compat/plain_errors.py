@@ -54,6 +54,6 @@ def _plain_type(kind: Any) -> Any:
         def __reduce__(self) -> Any:
             return self._error.__reduce__()
 
-    # The last line of a traceback then names the class of the original error.
+    # With these names, the last line of a traceback names the class of the original error.
     Plain.__module__, Plain.__name__, Plain.__qualname__ = kind.__module__, kind.__name__, kind.__qualname__
     return Plain

@@ -10,5 +10,6 @@ _TAG = "recompute"
 
 
 def compute_again(node: fx.Node) -> None:
-    """Let the backward compute ``node`` again instead of saving its value. A tag of the user's checkpointing stays."""
+    """Let the backward compute ``node`` again, so that the forward does not save its value. A tag of the user's
+    checkpointing stays."""
     node.meta.setdefault(_TAG, CheckpointPolicy.MUST_RECOMPUTE)

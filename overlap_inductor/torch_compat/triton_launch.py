@@ -141,7 +141,7 @@ def _scratch(size: int, device: torch.device) -> torch.Tensor:
 
 
 class _Direct:
-    """Calls Triton 3.6's C launcher below ``CudaLauncher``, with tensor maps that are already encoded.
+    """Calls the C launcher that Triton 3.6's ``CudaLauncher`` wraps. It passes tensor maps that are already encoded.
 
     Args:
         arguments: examples of all arguments, in the kernel's order.

@@ -26,8 +26,9 @@ def announced(launch: Launch) -> torch.Tensor:
 
 
 def credit_kernel(launch: Launch) -> PreparedKernel:
-    """A kernel that blocks the stream until every peer has ended its previous call on this slot, the wait times out, or
-    the group is aborted. Then it sets ``announced``."""
+    """A kernel that blocks the stream until every peer has ended its previous call on ``launch.slot``, the wait times
+    out, or the group is aborted. Then it sets ``announced``. The slot is the part of the workspace that the call
+    holds."""
     kernel = launch.prepared.get("credits")
     if kernel is None:
         fixed = {**call_arguments(wait_for_credits, launch), "announced": announced(launch)}
@@ -55,8 +56,8 @@ def _words(result: torch.Tensor) -> int:
 
 
 def spoil_kernel(launch: Launch, result: torch.Tensor) -> PreparedKernel:
-    """A kernel that sets a result like ``result`` to NaN if the group was aborted (``kernels.transfer.spoil``). Launch
-    it after the result is computed."""
+    """A kernel that sets a result to NaN if the group was aborted (``kernels.transfer.spoil``). The kernel is for
+    results of as many int32 words as ``result`` has. Launch it after the result is computed."""
     key = "spoil", _words(result)
     kernel = launch.prepared.get(key)
     if kernel is None:

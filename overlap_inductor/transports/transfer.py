@@ -77,7 +77,7 @@ class Transfer:
 
     @property
     def direction(self) -> int:
-        """Sign of the step from the sender to its receivers."""
+        """1 if the receivers are rank + 1, rank + 2, ...; -1 if they are rank - 1, rank - 2, ..."""
         return 1 if self.scattered and not self.read_in_order else -1
 
     def flag(self, number: int, rank: int, world_size: int, signals: int) -> int:

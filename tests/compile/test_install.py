@@ -198,7 +198,7 @@ def test_composes_with_a_pass_that_was_there_before(plain: bool) -> None:
     assert slot() is theirs
 
 
-@pytest.mark.skipif(not TAKES_LIST, reason="the slot holds lists from torch 2.13")
+@pytest.mark.skipif(not TAKES_LIST, reason="before torch 2.13, the slot cannot hold a list")
 @pytest.mark.parametrize("make", [list, tuple])
 def test_composes_with_a_list_and_restores_the_same_one(make: Callable[..., Any]) -> None:
     user = UserPass()
@@ -213,7 +213,7 @@ def test_composes_with_a_list_and_restores_the_same_one(make: Callable[..., Any]
     assert slot() is theirs
 
 
-@pytest.mark.skipif(not TAKES_LIST, reason="the slot holds lists from torch 2.13")
+@pytest.mark.skipif(not TAKES_LIST, reason="before torch 2.13, the slot cannot hold a list")
 def test_a_pass_that_is_appended_after_ours_stays_after_disable() -> None:
     user = UserPass()
     overlap_inductor.enable()

@@ -66,7 +66,7 @@ HAND_MADE = ["gather", "gather inner dim", "scatter", "scatter inner dim", "scat
     "world_size", [2, pytest.param(3, marks=pytest.mark.thorough), 8, pytest.param(64, marks=pytest.mark.thorough)]
 )
 def test_ranks_have_one_text(kind: str, world_size: int) -> None:
-    """No graph holds a rank number. Otherwise, ranks would compile different code, or hang."""
+    """No graph holds a rank number. If graphs held rank numbers, ranks would compile different code, and could hang."""
     texts = set()
     for rank in sorted({0, 1, world_size // 2, world_size - 1}):
         with fake_group(world_size, rank):

@@ -67,7 +67,7 @@ def test_bands_share_kernels() -> None:
 @pytest.mark.usefixtures("alone")
 def test_bands_of_four_ranks_share_kernels() -> None:
     """The number of kernels does not depend on the number of bands. Four ranks have more kernels than two ranks, for
-    two reasons. Inductor computes the activations of the pieces that follow the last wait in one kernel. And a seam's
+    two reasons. After the last wait, one kernel computes the activations of all pieces that are left. And a seam's
     first band is not computed in place."""
     few, many = _calls(2, 4), _calls(4, 4)
     assert len(few) == len(many) == 5, (few, many)

@@ -90,7 +90,7 @@ def stress(rank: int, calls: dict[str, Call], count: int) -> dict[str, int]:
 
 
 def graphs(calls: dict[str, Call], replays: int) -> dict[str, int]:
-    """Capture two graphs of seven calls each, and replay them in turn. One eager call follows each replay. Returns
+    """Capture two graphs of seven calls each, and replay them alternately. One eager call follows each replay. Returns
     ``{"graphs": number of wrong results}``, or ``{}`` if all results are right."""
     names = list(calls)[:7]
     first = {name: calls[name]() for name in names}

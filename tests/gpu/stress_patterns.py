@@ -63,8 +63,8 @@ class Pattern(ABC):
     def run(
         self, op: Any, chain: torch.Tensor, a: torch.Tensor, b: torch.Tensor, used: bool, settings: str, *where: str
     ) -> torch.Tensor:
-        """Call ``op``. ``used``: if the exchange comes first, append what the rank received to the product's columns.
-        ``where``: the names of the group and of the site."""
+        """Call ``op``. If ``used`` is true and the exchange comes first, the result has the columns of the product,
+        then the columns of what the rank received. ``where``: the names of the group and of the site."""
 
     @abstractmethod
     def exact(self, lefts: Sequence[torch.Tensor], right: Drawn, rank: int, used: bool) -> torch.Tensor:

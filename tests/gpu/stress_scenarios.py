@@ -242,7 +242,7 @@ def determinism(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
 
 
 def graphs(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
-    """Replays of two CUDA graphs in turn, with different inputs, mixed with eager calls."""
+    """Two CUDA graphs with different inputs, replayed alternately. Eager calls run between some replays."""
     known = stress.sites(variant)[0]
     return replays(known[::INPUTS], calls, known[1::INPUTS])
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs schedule ``chunked`` on processes that share memory, with its kernels in Triton's interpreter.
 
-Without streams, work runs in the order of its launch. So before a call waits, it must have sent the rows for its peers.
+A CPU has no streams, so work runs in the order of its launch. So before a call waits, it must have sent the rows for
+its peers.
 """
 
 from __future__ import annotations
@@ -314,7 +315,7 @@ def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, w
 @pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 def test_finished_rows_are_not_signalled_if_a_peer_never_comes(transport: str) -> None:
     """An all-reduce whose peers never come must not signal finished rows. A second call may be queued before the host
-    sees the timeout. The second call must not signal finished rows either, because a peer may wait for it."""
+    sees the timeout. The second call must not signal finished rows either, because a peer may wait for this signal."""
     workspace = SharedWorkspace.of(3, 20_000, 8)
     launch, p = workspace.launch(0, patience_ns=20_000), replace(SMALL, transport=transport, chunks=2, bands=3)
     a, matmul, out = torch.ones(72, 32).half(), VendorMatmul(torch.ones(32, 16).half()), torch.empty(72, 16).half()

@@ -34,7 +34,7 @@ PATTERNS = {
 
 
 def _call(pattern: str, launch: Launch) -> torch.Tensor:
-    """One call on ones. Each element of the result is 16 in a gather, else 32."""
+    """One call whose operands contain only ones. Each element of the result is 16 in a gather, else 32."""
     return getattr(fused, pattern)(
         torch.ones(PATTERNS[pattern][1], 16).half(), torch.ones(16, 16).half().t(), launch, PARAMETERS
     )

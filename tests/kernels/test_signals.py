@@ -102,7 +102,8 @@ def give_up_alike(flag, stop, who):
 
 
 def _one_of_two(block: int, space: SharedWorkspace, steps: torch.Tensor) -> None:
-    """One of two blocks of rank 0 that give up at the same time. Block 0 then checks the record."""
+    """One of two blocks of rank 0 that give up at the same time. Block 0 then checks the rank's fault record on the
+    board, which is memory for the fault records of all ranks."""
     for attempt in range(TRIES):
         steps[block] = 3 * attempt + 1
         while int(steps.min()) < 3 * attempt + 1:

@@ -48,7 +48,7 @@ QUICK_EXCHANGES: list[Name] = [
     ("chunked", RECEIVED, "in turn"),
     ("chunked", CONTRACTED, "copy_engine"),
 ]
-"""Variants with an all-to-all that the interpreter runs quickly."""
+"""Variants that have an all-to-all and that the interpreter runs quickly."""
 OTHER_EXCHANGES = [n for n in NAMES if n[1] in (SENT, RECEIVED, CONTRACTED) and n not in QUICK_EXCHANGES]
 plain_variants, plain_results = stress_variants.variants, stress_sites.first_results
 

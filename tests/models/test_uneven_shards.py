@@ -211,7 +211,8 @@ def problems(
 
 
 THREE = ["row-wise", "sequence"]
-"""``make test`` runs these layers, on three ranks. (``test_hugging_face`` runs a head of uneven shards.)"""
+"""``make test`` runs these layers, on three ranks. ``head`` is not among them, because ``test_hugging_face``
+runs a head with uneven shards."""
 
 
 @pytest.mark.parametrize(

@@ -285,9 +285,9 @@ def test_reasons_of_old_verdicts_do_not_stay_in_the_store() -> None:
 
 
 def _inside_a_plan_of_two_groups(rank: int, world_size: int, overlaps: bool) -> list[Any]:
-    """Both ranks run two graphs: one of the first group, and one of two groups, of which only the first has a page.
-    Then rank 0 runs the second graph again, and rank 1 runs a new graph of the first group alone. (With several
-    machines, a group across machines has no page.)"""
+    """Both ranks run two graphs. The first graph uses the first group alone. The second graph uses both groups, and
+    only the first group has a page. Then rank 0 runs the second graph again, and rank 1 runs a new graph that uses the
+    first group alone. (With several machines, a group across machines has no page.)"""
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     names = [g.group_name for g in groups]
     step, kept = "g0: all_reduce float32 [4] in matmul_all_reduce by ring", "g0: all_reduce float32 kept"

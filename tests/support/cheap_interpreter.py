@@ -28,8 +28,8 @@ def interpret_cheaply() -> None:
 
 
 def rewrite_kernels() -> None:
-    """Rewrite the kernels and device functions that exist now. Otherwise every rank would parse and compile each at its
-    first call."""
+    """Parse and compile the kernels and device functions that exist now. Without this call, every rank would parse and
+    compile each function at the function's first call."""
     import gc
 
     from triton.runtime.interpreter import InterpretedFunction

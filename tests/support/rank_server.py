@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forks the process of the tests once. From this fork, the *server*, all warm ranks (``gloo_ranks``) are forked.
+"""Forks the process of the tests once. From this fork, the *server*, all warm ranks are forked. A rank is warm if
+it starts with the server's imports (``gloo_ranks``).
 
 ``multiprocessing`` would start a new interpreter, which takes six seconds and more for imports. The fork has imported
 torch, the models' libraries and the tests already. All workers of one run of pytest have collected the same tests, so
@@ -31,7 +32,7 @@ def fork_server() -> None:
     ends when all workers have ended.
 
     When the first rank is started, the server imports those modules of ``gloo_ranks.preloaded`` that are still missing.
-    If this process already has a server, this function does nothing. """
+    If this process already has a server, this function does nothing."""
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         return

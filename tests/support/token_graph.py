@@ -53,7 +53,7 @@ class TokenGraph(HandGraph):
 
     def values(self, seed: int = 0, sizes: dict[int, int] | None = None) -> list[list[torch.Tensor]]:
         """Random values of the inputs for each rank. ``sizes`` maps the example size of a dynamic dim to its size
-        here."""
+        in these values."""
         chance = torch.Generator().manual_seed(seed)
         feeds: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
         for node in self.graph.find_nodes(op="placeholder"):

@@ -150,8 +150,8 @@ def _found(reports: Sequence[OverlapReport]) -> dict[str, Any]:
 
 
 def all_reduces(reports: Sequence[OverlapReport]) -> dict[str, Any]:
-    """Counts of all stretches: the all-reduces, those that the sequence-parallel rewrite replaced, and the others by
-    status and reason. A stretch that is in both a forward and its backward graph counts once."""
+    """The numbers of all-reduces in the stretches: of all, of those that the sequence-parallel rewrite replaced, and of
+    the others by status and reason. A stretch that is in both a forward and its backward graph counts once."""
     stretches = {(r.graph, s.id): s for r in reports for s in r.stretches}.values()
     left: Counter[str] = Counter()
     for stretch in stretches:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the chunks of schedule ``chunked``: few chunks must hide the transfers, or keep a slow link busy."""
+"""Sizes of the chunks of schedule ``chunked``. The chunks must be few, and must hide the transfers. If a shard's
+transfer takes longer than its matmul, the chunks must keep the link busy instead."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def test_gathered_chunks_hold_the_shards_that_have_arrived(peers: int) -> None:
         for number, size in enumerate(sizes):
             before = sum(sizes[:number])
             last = before + size == peers
-            # A chunk of several shards holds all shards that have arrived when the chunk begins, without the shards of
+            # A chunk of several shards holds all shards that have arrived when the chunk begins, except the shards of
             # earlier chunks. A chunk of one shard may have to wait for the shard.
             begins = 1 + before - chunk_sizes.LATE
             assert size == 1 or (before + size) * ratio <= begins + 1e-9

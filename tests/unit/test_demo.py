@@ -204,7 +204,7 @@ def test_the_demo_shows_the_outcome_of_every_form() -> None:
         r"plain +10.00 ms +\(9.5 to 10.5\)\n +auto +8.00 ms +\(7.0 to 9.0\) +1.25x +2 of 2 sites overlapped\n", text
     )
     assert re.search(r"fused +as plain +0 of 2 sites overlapped: too slow\n", text)
-    for ms in (10.1, 9.0):  # 10.1 differs from plain by less than 2 %; at 9.0, the quartiles overlap
+    for ms in (10.1, 9.0):  # 10.1 is within 2 % of plain; at 9.0, the ranges between quartiles overlap
         assert "no clear difference" in demo_text.verdict(result(ms=ms), shared_cpu=True)
     assert "takes the cores" in demo_text.verdict(result(ms=15.0), shared_cpu=True)
     assert "bugreport" in demo_text.verdict(result(ms=15.0), shared_cpu=False)

@@ -367,7 +367,7 @@ def test_epilogues_keep_the_loops_over_k_off_the_stack(
     text, machine, shared = _assembled(kernel, constants, (128, 256, 64), tmp_path, 4, types)
     assert shared <= 227 * 1024 and "ld.volatile" not in text
     if SIGMOID_AND_RESIDUAL in programs:
-        assert re.search(r"ld\.global\.v4", text), "a residual is read 16 bytes at a time"
+        assert re.search(r"ld\.global\.v4", text), "no residual is read 16 bytes at a time"
     assert not [line for loop in _multiplying(machine) for line in loop if "LDL" in line or "STL" in line], (
         "a loop over K keeps something on the stack"
     )

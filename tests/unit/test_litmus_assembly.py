@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembles the litmus kernels for Hopper, without a GPU. Fails if a litmus kernel calls a function of the package with
-arguments that the function no longer has."""
+"""Assembles the kernels of ``tests.gpu.check_litmus`` (the *litmus kernels*) for Hopper, without a GPU. Fails if a
+litmus kernel calls a function of the package with arguments that the function no longer has."""
 
 from __future__ import annotations
 

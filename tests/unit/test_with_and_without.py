@@ -32,7 +32,7 @@ def _row(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_the_worst_rank_decides(fields: dict[str, Any], words: str) -> None:
-    # The outcome is "right" even if only one rank has an overlapped site.
+    # If nothing is overlapped on one rank, but a site is overlapped on another rank, the outcome is "right".
     assert outcome([_row(), _row(**fields)]) == (words if fields.get("sites") is None else "right")
     assert outcome([_row(**fields), _row(**fields)]) == words
 

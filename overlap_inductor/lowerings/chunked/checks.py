@@ -23,7 +23,8 @@ def check(
     parameters: ChunkedParameters,
 ) -> None:
     """Raise ``UnsupportedError`` if the schedule does not support a dtype or size of a call, or if ``launch.slot`` is
-    too small. ``a``: the left operand, or what is sent. ``rows``: the number of rows of a shard."""
+    too small. The slot is the call's part of the workspace. ``a``: the left operand, or what is sent. ``rows``: the
+    number of rows of a shard."""
     check_matmuls(a, matmuls)
     sent = a.dtype if pattern in chunked_plan.GATHERS else matmuls[0].dtype(a)
     nbytes, signals = chunked_plan.needed(

@@ -11,8 +11,9 @@ The left operand's columns are the slices of all ranks, side by side. The rows a
 So the vendor's matmul sums over all of K in fp32 and rounds once. Matmuls of one slice each would need a sum in memory,
 in fp32. On one H100, in bf16, a matmul of 8192 x 4096 x 4096 took 470 us in four bands, and 600 us in two slices.
 
-After the wait for credits, every send is launched before the first wait for a band. Kernels are loaded as
-``gather_launch`` says. With copy engines, W ranks and B bands, a call has about ``2 * B * W + 4 * B + 4`` launches.
+After the wait for credits, every send is launched before the first wait for a band. A vendor's matmul is loaded at its
+first launch. ``gather_launch`` says why this cannot deadlock. With copy engines, W ranks and B bands, a call has about
+``2 * B * W + 4 * B + 4`` launches.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ PATTERN = "all_to_all_matmul"
 
 @dataclass(frozen=True)
 class _Band:
-    """A prepared band: its ``rows`` of each slice, of the operand and of the result."""
+    """A prepared band. ``rows``: the band's range of rows. The range is the same in each slice, in the operand and in
+    the result."""
 
     rows: Range
     send: Send

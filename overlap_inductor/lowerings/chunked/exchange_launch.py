@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``matmul -> all-to-all`` in schedule ``chunked``: a reduce-scatter without its sum, with the same order of rows
-(``reduce_launch``). The product is stored with each rank's slice as a run of rows, even if a slice consists of
-columns of ``a @ b`` (``SlicedMatmul``). So the product is never permuted for the exchange.
+"""``matmul -> all-to-all`` in schedule ``chunked``. Rows are multiplied and sent in the same order as for a
+reduce-scatter (``reduce_launch``), but nothing is summed. The product is stored with each rank's slice as a run of
+rows, even if a slice consists of columns of ``a @ b`` (``SlicedMatmul``). So the product is never permuted for the
+exchange.
 
 The result has the product's memory: the slice from a rank takes the place of the slice for that rank. The copy out of
 the workspace runs after the join with the side stream. So each slice has been sent before it is overwritten.
@@ -43,7 +44,7 @@ class _Sent:
     """A prepared call.
 
     Attributes:
-        chunks: as in ``reduce_launch._Band``.
+        chunks: for each chunk, the ranges of rows to multiply, and the function that sends the rows of other ranks.
         own: range of this rank's own slice; ``None`` if a chunk contains it.
         receive: copies the other ranks' slices into the product when they have arrived.
     """

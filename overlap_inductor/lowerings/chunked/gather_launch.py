@@ -82,7 +82,8 @@ def all_gather_matmul(
         ``[world_size * rows, N]`` for each matmul, then the gathered tensor if it is used.
 
     Raises:
-        UnsupportedError: the schedule does not support a dtype or layout, or ``launch.slot`` is too small.
+        UnsupportedError: the schedule does not support a dtype or layout, or ``launch.slot`` is too small. The slot is
+            the part of the workspace that the call uses.
         TransferError: an earlier call of the group gave up waiting, or was aborted.
     """
     return _gather("all_gather_matmul", shard, len(shard), matmuls, launch, parameters, gathered_used)

@@ -21,8 +21,9 @@ FEW_CHUNKS = 3
 """Largest number of chunks in two cases: the link is the bottleneck (smallest chunk last), or a gathered shard's matmul
 is too small (smallest chunk first)."""
 LATE = 0.35
-"""Safety margin, in matmuls of one shard. A gathered shard must arrive this much before its chunk begins. A single
-scattered chunk with less time to spare becomes two."""
+"""Safety margin, in matmuls of one shard. A gathered shard must arrive this much before its chunk begins. If a
+scatter has a single chunk, the chunk's transfer must end this much before the own shard's matmul ends. Otherwise, the
+chunk becomes two."""
 FLOPS_A_BYTE = 2300
 """FLOPs (bf16) that an H200 computes while it sends one byte. It computes 620 TFLOP/s. It sends a piece in 5 us plus
 the time of the piece's bytes at 379 GB/s. The number is for pieces of about 4.7 MB."""

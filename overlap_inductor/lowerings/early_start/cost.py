@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimate the seconds of an attention and of an exchange that runs under it."""
+"""Estimate how many seconds an attention and an exchange take together, if the exchange runs under the attention."""
 
 from __future__ import annotations
 

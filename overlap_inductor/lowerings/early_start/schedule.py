@@ -5,8 +5,9 @@
     moved = all_to_all_single(block)            ->  y = after(attention(q, k, v), moved)
     next = wait_tensor(moved)                       next = wait_tensor(moved)               # ordered after y
 
-The collective stays the program's own. So a rank may overlap a site that another rank does not have. Torch's causal
-context parallelism needs this, because a rank skips blocks that its queries do not see.
+Op ``after`` makes the attention run after the start of the exchange. The collective stays the program's own. So a rank
+may overlap a site that another rank does not have. Torch's causal context parallelism needs this, because a rank skips
+blocks that its queries do not see.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ def all_gather_matmuls(
         ``[world_size * rows, N]`` for each weight.
 
     Raises:
-        UnsupportedError: the kernel does not support a dtype or layout, or ``launch.slot`` is too small.
+        UnsupportedError: the kernel does not support a dtype or layout, or ``launch.slot`` is too small. The slot is
+            the part of the workspace that the call uses.
         TransferError: an earlier call of the group gave up waiting, or was aborted.
     """
     return _multiplied("all_gather_matmul", a, rhs, launch, parameters, biases, keep, tail)

@@ -72,7 +72,7 @@ NO_TAIL = Tail()
 
 def check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, need: tuple[int, int], launch: Launch) -> None:
     """Raises ``UnsupportedError`` if the kernels do not support an operand, or if ``launch.slot`` is smaller than
-    ``need``: ``(bytes, signals)``."""
+    ``need``: ``(bytes, signals)``. The slot is the call's part of the workspace."""
     check_operands(a, b, bias)
     launch.check_room(*need)
 
@@ -86,8 +86,8 @@ def key_of(
     parameters: FusedParameters,
     flag: bool,
 ) -> tuple[object, ...]:
-    """Everything on which a call's prepared kernel depends. ``flag``: the argument ``keep``, ``average`` or
-    ``by_columns`` of the call.
+    """Everything on which a call's prepared kernel depends. ``flag``: the call's only flag. Its name is ``keep``,
+    ``average`` or ``by_columns``, depending on the pattern.
 
     Raises ``UnsupportedError`` if ``a`` is not contiguous, or if an operand of a matmul is not aligned to 16 bytes.
     """

@@ -2,8 +2,8 @@
 """Schedule ``fused``: a site becomes one op. The op's kernel also computes the pointwise ops that follow the results,
 as an epilogue.
 
-A site with a dynamic token count has no epilogue. Its calls of few tokens run as written, and would run the pointwise
-ops of an epilogue one by one.
+A site with a dynamic token count has no epilogue, because its calls of few tokens run as written. Such a call would run
+the pointwise ops of an epilogue one by one.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def _rows_first(nodes: PooledNodes) -> bool | None:
 
 
 def sizes(nodes: PooledNodes) -> tuple[int, int, int, int, int]:
-    """``(world_size, tables, bags of a slice, width, bytes of an element)``."""
+    """``(world_size, tables, bags of one rank's slice of the batch, width, bytes of an element)``."""
     width = tools.shape(nodes.lookups[0].rhs)[1]
     itemsize = tools.dtype(nodes.lookups[0].rhs).itemsize
     return nodes.collective.world_size, nodes.count, int(nodes.block_size) // width, width, itemsize

@@ -57,7 +57,7 @@ class RingForm(Protocol):
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int | None:
         """Estimated number of FX nodes that the unrolled steps add; ``None`` if only a looping op can compute the site.
-        Pointwise ops are counted in multiples of 8 (``schedule.fit_budget``)."""
+        The number of pointwise ops is rounded down to a multiple of 8 (why: ``schedule.fit_budget``)."""
         ...
 
     def loopable(self, site: OverlapSite) -> bool:

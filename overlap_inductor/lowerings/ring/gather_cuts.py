@@ -30,8 +30,12 @@ def can_cut(nodes: GatherNodes) -> bool:
 
 def axis_of(consumer: GatherConsumer, lead: Atom) -> tuple[str, int, Size] | None:
     """``(place, dim, rows that one index of lead spans)`` in the operand. ``None`` if the operand cannot be cut along
-    ``lead``. ``place`` (``row_pieces.position``) is ``chunk`` or ``outer`` if ``lead`` is in the gathered dim, after or
-    before the atom that counts the ranks. It is ``cross`` if ``lead`` is the first atom of another dim."""
+    ``lead``. ``place`` says where ``lead`` is (``row_pieces.position``):
+
+    * ``chunk``: in the gathered dim, right after the atom that counts the ranks.
+    * ``outer``: in the gathered dim, as its first atom, before the atom that counts the ranks.
+    * ``cross``: in another dim, as its first atom.
+    """
     for dim, atoms in enumerate(consumer.layout.refined().dims):
         if any(a is lead for a in atoms):
             found = row_pieces.position(atoms, lead)

@@ -64,8 +64,8 @@ class GatherRing:
         return looped_gather.rewrite(emit, nodes_of(site, GatherNodes), parts, floor, route)
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
-        """``ExchangeTerms.cut``: a list with the size of the dim of a shard that sub-chunks cut, and an empty text.
-        ``None`` if a shard is not cut."""
+        """``ExchangeTerms.cut``: a list and an empty text. The list holds the size of the shard's dim that is cut into
+        sub-chunks. ``None`` if a shard is not cut."""
         nodes = nodes_of(site, GatherNodes)
         if parts == 1:
             return None

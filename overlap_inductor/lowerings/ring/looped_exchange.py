@@ -71,7 +71,7 @@ def computes_received(nodes: ReceivedNodes) -> bool:
 
 
 def rewrite_received(emit: StepEmitter, nodes: ReceivedNodes, parts: int, floor: int) -> tuple[fx.Node, Replaced]:
-    """``rewrite_sent`` for ``all-to-all -> matmul``."""
+    """Like ``rewrite_sent``, but writes ``all-to-all -> matmul`` as one op."""
     rows = sent_rows(emit, nodes)
     chain, replaced, received = looped_gather.write(
         emit,

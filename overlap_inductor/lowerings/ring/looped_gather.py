@@ -154,7 +154,7 @@ def write(
     Args:
         forms: how the op reads the shards; ``None`` if it cannot compute the site.
         sent: returns the tensor to send, given the sizes ``[m, k]`` of a shard as the op sees it.
-        how: the op's arguments after the forms.
+        how: the op's arguments between the forms and the group's name.
 
     Raises:
         RuntimeError: no looping op can compute the site.

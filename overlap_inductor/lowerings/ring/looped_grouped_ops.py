@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping ops that reduce sums of experts' rows. A ``RowProgram`` computes the rows.
+"""The looping ops that sum experts' rows for each token, and reduce these sums over the ranks. A ``RowProgram``
+computes the rows.
 
 There are S rows, in the order of their E experts, and T tokens:
 

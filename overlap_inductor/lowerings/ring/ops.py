@@ -313,7 +313,7 @@ def _narrow_fake(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Te
 # which adds guards.
 define("narrow(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake, FLEXIBLE)
 
-# A slice that several kernels read, each kernel at another ``start``. Its lowering lets them share one source text.
+# As ``narrow``. If kernels differ only in the windows that they read, the lowering can give them one source text.
 define("window(Tensor x, int dim, SymInt start, SymInt length) -> Tensor", _narrow, _narrow_fake, FLEXIBLE)
 
 

@@ -42,7 +42,7 @@ class ReduceRing:
         found: dict[str, Any] = {"sub_chunks": parts, "route": "travel" if travels else "owner"}
         if not isinstance(nodes.tokens, int) and looped_grouped.computes(site.facts.pattern, nodes):
             # If a plan has ``min_rows``, ``fit_budget`` takes the looping op. Unrolled steps would add guards, because
-            # Inductor compares the sizes of blocks to fuse them.
+            # Inductor compares the steps' sizes before it fuses the steps.
             found["min_rows"] = 0
         return found
 

@@ -94,7 +94,7 @@ class Slices:
             result = matmuls.emit(emit.graph, leaf, lhs, rhs, slicers, bias_slice=bias)
             annotate_new(emit, result)
             if self.after is not None:
-                # Without this edge Inductor may run all matmuls before the first send, or all sends last.
+                # Without this edge, Inductor may run all matmuls before the first send.
                 result = emit.call(overlap.after.default, result, self.after)
         elif node in nodes.through or (node.target in tools.SAME and node not in nodes.externals):
             # A view, or a copy that is not needed: matmuls and pointwise ops write each slice to new memory.

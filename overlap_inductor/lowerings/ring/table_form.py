@@ -24,9 +24,10 @@ from overlap_inductor.sites.step_emitter import part_count
 
 
 def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
-    """Sub-chunks are groups of tables. A group holds the rows of all ranks for these tables. So a group is larger than
-    a sub-chunk of another form, which is a part of one rank's rows. The transfer of the last group (for gradients, of
-    the first group) is exposed. To keep this transfer short, there are up to ``4 * config.sub_chunks`` groups."""
+    """Sub-chunks are groups of tables. A group holds the rows of all ranks for these tables. In other forms, a
+    sub-chunk is a part of one rank's rows. So a group is larger than such a sub-chunk. The transfer of the last group
+    (for gradients, of the first group) is exposed. To keep this transfer short, there are up to
+    ``4 * config.sub_chunks`` groups."""
     return {"sub_chunks": part_count(nodes.count, 4 * config.sub_chunks), "route": ROUTE}
 
 

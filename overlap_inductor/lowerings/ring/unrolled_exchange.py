@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write ``matmul(s) -> all-to-all`` and ``all-to-all -> matmul(s)`` as unrolled steps.
 
-Each hop sends a slice, or a part of a slice, straight to the rank that needs it.
+A *slice* is what one rank sends to another rank, or keeps for itself. Each hop sends a slice, or a part of a slice,
+straight to the rank that needs it.
 
 Slices travel under the matmuls of later slices, and under the ops before the program's wait (arXiv:2305.06942, section
 3; CommFuse, arXiv 2604.24013, sections 1.5 and 1.6). ``r``: the rank::

@@ -13,8 +13,8 @@ sub-chunk while later sub-chunks travel. ``r``: the rank; ``f``: the ops between
     if dim K of the matmul is gathered:
         out = sum(y)                                     # accumulated in fp32, fp64 or int32
 
-These are the steps of route ``ring``. On route ``bidirectional``, a step may also bring the shard of rank
-``r + step + 1``.
+These are the steps of route ``ring``. On route ``bidirectional``, a step may bring a second sub-chunk, which belongs to
+the shard of rank ``r + step + 1``.
 """
 
 from __future__ import annotations

@@ -200,7 +200,8 @@ def _prepare(
             f" {threads} threads can wait for; use wider segments"
         )
     launch.check_room(*needed(p, world_size, rows, columns, itemsize))
-    # All calls must use the same halves, so the slot is halved, not the bytes that this call needs.
+    # Calls of several sizes share the two halves of the slot. So a half has the same size in every call: half of the
+    # slot, not half of the bytes that this call needs.
     half = slot.nbytes // 256 * 128
     kernel = two_shot if p.two_shot else one_shot
     fixed = {

@@ -33,7 +33,7 @@ from overlap_inductor.torch_compat.memory import token_like
 def _ready(
     lhs: torch.Tensor, rhs: torch.Tensor, settings: str, group: dist.ProcessGroup, site: str
 ) -> tuple[Launch, SmallParameters] | None:
-    """Where and how the site's kernel runs, or ``None`` if this call does not run it."""
+    """``(launch, parameters)`` of the site's kernel, or ``None`` if this call does not run the kernel."""
     rows, columns = lhs.shape[0], rhs.shape[1]
     # The size is checked here, because a call that is too large for the kernel may still fit into the workspace.
     if rows == 0 or why_not(lhs.dtype, group.size(), rows, columns) is not None:

@@ -34,8 +34,8 @@ class SmallParameters:
     """The tunable parameters, compared by identity like ``FusedParameters``.
 
     Attributes:
-        two_shot: if true, each row is summed by one rank, the row's owner, which sends the sum. If false, every rank
-            sums every row.
+        two_shot: if true, each row is summed by one rank, the row's owner, which sends the sum. If false (one-shot),
+            every rank sums every row.
         segment: columns that a block sends, a power of two.
         warps: warps of a block.
         replays: a repeated call, matmul included, is one launch of a CUDA graph (``runtime.replay``).
@@ -89,7 +89,8 @@ def units(parameters: SmallParameters, world_size: int, rows: int, columns: int)
 def needed(
     parameters: SmallParameters, world_size: int, rows: int, columns: int, itemsize: int
 ) -> tuple[int, int, str]:
-    """``(bytes, signals, protocol)`` of the symmetric memory that a call needs."""
+    """``(bytes, signals, protocol)`` of the symmetric memory that a call needs. Protocol ``HALVES``: one call uses one
+    half of this memory, the next call the other half."""
     groups = -(-rows // world_size)
     held = world_size * groups + rows if parameters.two_shot else world_size * rows
     half = -(-held * columns * itemsize // 128) * 128

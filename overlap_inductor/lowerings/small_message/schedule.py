@@ -49,8 +49,9 @@ ONE_BY_ONE = '{"replays": false}'
 
 
 class SmallMessageSchedule:
-    """See ``SiteSchedule``. The matmul stays the vendor's. With a dynamic token count, calls with too many rows for a
-    small message run the plain collective, or another schedule's op (``beyond``: its name and settings)."""
+    """See ``SiteSchedule``. The op calls the vendor's library for the matmul. With a dynamic token count, calls with
+    too many rows for a small message run the plain collective, or another schedule's op (``beyond``: its name and
+    settings)."""
 
     name = "small_message"
     transports = (sm_push.NAME,)

@@ -59,7 +59,7 @@ from overlap_inductor.transports.transport import WholeCollectives
 TABLE_WORDS = 32
 """int32 words of one partition in the GPU's memory: ``MAX_GROUPS + 1``, padded to 128 bytes."""
 TABLES = 4096
-"""Largest number of partitions of a process group."""
+"""The largest number of partitions that are stored for one process group on one device."""
 POISONED_AT_ONCE = 256
 """Elements that the waiting warp overwrites in one step, after an abort: 16 bytes for each thread."""
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combine sums over tokens in one all-reduce at the end of the graph, if only results of the graph depend on them.
 
-A graph has many small gradients of norms' weights. One all-reduce for each would take mostly fixed costs::
+A graph has many small gradients of norms' weights. If each had an all-reduce of its own, most of the time of these
+all-reduces would be fixed costs::
 
     dw0 = all_reduce(part0); ...; dw64 = all_reduce(part64)
     ->  s = wait_tensor(all_reduce(cat(part0, ..., part64))); dw0 = s[:8192]; ...       # in front of the output

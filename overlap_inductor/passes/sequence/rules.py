@@ -57,7 +57,7 @@ class Writer(Protocol):
         ...
 
     def reshape(self, node: fx.Node, shape: list[Any]) -> fx.Node:
-        """``node`` in ``shape``, or a tensor of this shape of which ``node`` is a view."""
+        """``node`` in ``shape``. If ``node`` is a reshaped tensor that had this shape, returns that tensor."""
         ...
 
     def size(self, size: Any) -> Any:

@@ -7,7 +7,8 @@ the copy. So the copies of all ranks must be equal. The main rules are:
 - A result of the group's all-reduces and all-gathers is the same on all ranks.
 - A matmul's result may differ, because its weight may be a shard.
 - A value computed from a symbolic size may differ, unless the ranks exchange tensors of this size.
-- An input of the graph may differ. The ranks compare these inputs at the graph's first run (``runtime.same_inputs``).
+- An input of the graph may differ. If the tensor that the op reads depends on inputs of the graph, the ranks
+  compare these inputs at the graph's first run (``runtime.same_inputs``).
 """
 
 from __future__ import annotations

@@ -269,7 +269,8 @@ class RowWriter:
             if REDUCE_OPS[node.target] == "sum":
                 combined = self._all_reduced(node, part, rows.tokens.group_name)
             else:
-                # An all-reduce with max or min would drop a NaN. So each rank gathers and combines the parts.
+                # Some backends drop a NaN in an all-reduce with max or min. So each rank gathers the parts and combines
+                # them.
                 one = self.reshape(part, [1, *tools.shape(part)])
                 parts = self._exchanged(node, c10d.all_gather_into_tensor.default, one, None, rows.tokens)
                 combined = self.call(EXTREMA[REDUCE_OPS[node.target]], parts, [0])

@@ -53,7 +53,8 @@ class Figure:
     Attributes:
         ticks: (position in per cent, text); empty if nothing was estimated.
         times: the time as written and the time by the plan, as a text.
-        tone: ``good`` | ``bad`` | ``wait``.
+        tone: by the estimate, the plan is faster (``good``) or slower (``bad``) than the site as written. ``wait``: the
+            times are equal, or nothing was estimated.
     """
 
     title: str
