@@ -163,7 +163,8 @@ def matmul_reduce_scatter(
             copies claimed. Words from ``QUEUE_WORDS`` on count tiles stored.
         part_rows, parts: rows of a band, a multiple of ``BLOCK_M``; bands of a shard.
         BY_COLUMNS: with ``EXCHANGES``, a shard consists of columns of the product ``[rows, WORLD * columns]``.
-        copies: with ``EXCHANGES``, pieces in which a band of one peer is copied, ``COPY`` int32 words at a time.
+        copies: with ``EXCHANGES``, the number of pieces into which a band of one peer is cut. A block copies a piece in
+            steps of ``COPY`` int32 words.
         EARLY: with ``EXCHANGES``, largest number of pieces that a block copies after each own tile.
     """
     STORE_N: tl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N

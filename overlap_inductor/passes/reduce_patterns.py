@@ -3,7 +3,7 @@
 
     mm(x, w) -> reduce_scatter             matmul_reduce_scatter
     mm(x, w) -> all_reduce                 matmul_all_reduce
-    all_reduce(a) + all_reduce(b)          one matmul_all_reduce of a + b, at the first all-reduce
+    all_reduce(a) + all_reduce(b)          one matmul_all_reduce of a + b
     mm(x, w) -> all_gather                 matmul_all_gather
 
 If ``find_reduce`` finds no site, ``find_region`` searches again. It also follows ``cat``, and reductions over a dim.

@@ -104,8 +104,9 @@ def _draws(rank: int, world_size: int, examples: int) -> tuple[int, list[str]]:
             if not torch.equal(one, other):
                 problems.append(f"{what}: result {i} differs by {(one - other).abs().max()}")
         sites = _overlapped(reports)
-        # One op looks up all bags of a table. So with a single table of bags, no second lookup can hide a transfer. A
-        # single ``nn.Embedding`` is a site in forward only, because no other table's gradient hides the transfer.
+        # A table of bags is looked up by one op, for all ranks at once. So with a single such table, no second lookup
+        # can hide a transfer. A single ``nn.Embedding`` can be looked up for one rank at a time, so it is a site in
+        # forward. In backward it is no site: its gradient is one op, and no other table's gradient hides the transfer.
         if mine and tables > 1 and sites != [tables] * (1 + trained):
             problems.append(f"{what}: sites {sites} {[n.reason for r in reports for n in r.near_misses]}")
         if mine and tables == 1 and kind == "embedding" and sites != [1]:

@@ -12,8 +12,8 @@ So the vendor's matmul sums over all of K in fp32 and rounds once. Matmuls of on
 in fp32. On one H100, in bf16, a matmul of 8192 x 4096 x 4096 took 470 us in four bands, and 600 us in two slices.
 
 After the wait for credits, every send is launched before the first wait for a band. A vendor's matmul is loaded at its
-first launch. ``gather_launch`` says why this cannot deadlock. With copy engines, W ranks and B bands, a call has about
-``2 * B * W + 4 * B + 4`` launches.
+first launch, and loading waits for all earlier work on this rank. ``gather_launch`` says why this wait cannot deadlock.
+With copy engines, W ranks and B bands, a call has about ``2 * B * W + 4 * B + 4`` launches.
 """
 
 from __future__ import annotations
