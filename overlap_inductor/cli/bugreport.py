@@ -61,7 +61,8 @@ class Redaction:
     def __init__(self, home: str | None = None, user: str | None = None) -> None:
         place = Path(home) if home is not None else Path.home()
         name = _user_name() if user is None else user
-        # A user without an entry in /etc/passwd has the root folder as home. Every path begins with it, so it is kept.
+        # A user without an entry in /etc/passwd has the root folder as home. Every path begins with the root folder,
+        # so the root folder is not replaced.
         homes = sorted({str(p) for p in (place, place.resolve()) if len(p.parts) > 1}, key=len, reverse=True)
         parts = [re.escape(form) + r"(?![\w-]|\.\w)" for one in homes for form in _forms(one)]
         # The dump may come from another machine, so usual places of home folders are also replaced.
@@ -91,8 +92,8 @@ def versions() -> dict[str, Any]:
 
 
 def _reports(folder: str, hide: Redaction) -> tuple[dict[str, str], list[str]]:
-    """``({name in the archive: text} of each file, a text for each failure)``. ``hide`` is applied only to the
-    names."""
+    """``({name in the archive: text} of each file, a text for each failure)``. ``hide`` is applied here to the
+    names; the caller applies it to the texts."""
     files: dict[str, str] = {}
     errors: list[str] = []
     for found in graph_folders(folder):

@@ -83,8 +83,8 @@ def run_demo(options: DemoOptions) -> int:
     - In one of the parts, no schedule overlapped any site.
 
     Raises:
-        ConfigError: an option has a wrong value, the options contradict each other or this machine, or the folder
-            cannot be written.
+        ConfigError: an option has a wrong value, the options contradict each other or do not fit this machine, or no
+            files can be written in ``keep_dir``.
         UnsupportedError: a package is missing, this torch is not supported, or the estimate failed.
     """
     setup = _resolve(options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's block with the hidden size of Llama-3-8B, for an estimate of its gain on other machines.
+"""The demo's block with the hidden size of Llama-3-8B, to estimate how much overlap gains on other machines.
 
     overlap-inductor explain --machine h200 --ranks 8 --short demo_estimate.py
 

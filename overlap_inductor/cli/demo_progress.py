@@ -14,7 +14,8 @@ from typing import TextIO
 class Progress:
     """Shows rank 0's steps, and how long each step takes. On a terminal, the time of the running step counts up.
 
-    The thread that reads rank 0's output calls ``line``. The thread that watches the ranks calls ``wait``.
+    The thread that reads rank 0's output calls ``line``. The thread that watches the ranks calls ``wait``
+    repeatedly, to show the time of the running step.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:

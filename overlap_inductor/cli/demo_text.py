@@ -33,7 +33,7 @@ def part(result: dict[str, Any], shared_cpu: bool) -> str:
     lines = ["", TITLES[result["part"]]]
     shown = next((form for form in forms if overlapped(form)), None)
     if shown is None:
-        lines.append("  FAIL: no schedule overlapped a site")
+        lines.append("  FAIL: no schedule overlapped any site")
     for graph in (shown or forms[0])["graphs"]:
         lines.append(f"  graph {graph['graph']} {graph['phase']}, schedule {(shown or forms[0])['name']}:")
         lines += [f"    {line}" for line in (graph["headline"], *_aligned(graph["rows"]))]
@@ -46,8 +46,8 @@ def part(result: dict[str, Any], shared_cpu: bool) -> str:
 
 
 def _checks(result: dict[str, Any]) -> list[str]:
-    """For each output, a line for every form that differs too much. If no form does, one line for the form that differs
-    most."""
+    """For each output, a line for every form that differs too much from plain ``torch.compile``. If no form does, one
+    line for the form that differs most."""
     lines = []
     for index, noise in enumerate(result["plain_against_eager"]):
         found = [(form["name"], form["checks"][index]) for form in result["forms"]]

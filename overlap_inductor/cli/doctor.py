@@ -144,7 +144,8 @@ def _differences(requested: OverlapConfig) -> list[Check]:
 
 
 def _schedule(config: OverlapConfig) -> list[Check]:
-    """A check with state ``bad`` if the schedule that the environment names cannot run here; else empty."""
+    """A list with one check, of state ``bad``, if the schedule that the environment names cannot run here. Otherwise an
+    empty list."""
     from overlap_inductor.lowerings.registry import SCHEDULES
 
     name = f"{ENVIRONMENT_PREFIX}_SCHEDULE={config.schedule}"

@@ -57,7 +57,8 @@ def why_not_here(schedule: SiteSchedule) -> str:
     torch.cuda.init()
     reasons: dict[str, list[int]] = {}
     for gpu in range(number):
-        # In a real run, each rank calls ``why_not_between``, and its own GPU is the current one.
+        # In a real run, each rank calls ``why_not_between`` while its own GPU is the current one. So this call is made
+        # once for each GPU, while that GPU is the current one.
         with torch.cuda.device(gpu):
             if reason := schedule.why_not_between(ranks, torch.device("cuda", gpu)):
                 reasons.setdefault(reason, []).append(gpu)

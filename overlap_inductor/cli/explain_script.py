@@ -127,7 +127,7 @@ def _box(machine: str | None, ranks: int | None) -> Box | None:
     if (box is not None or ranks is not None) and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, as set by a launcher such as torchrun; with --machine or"
-            " --ranks, start explain without a launcher, because one process plays all ranks"
+            " --ranks, start explain without a launcher, because only one process runs, as rank 0"
         )
     return box
 
@@ -191,7 +191,7 @@ def _rows(reports: Sequence[OverlapReport]) -> list[tuple[str, ...]]:
 def _no_launcher(variable: str, command: str) -> str:
     return (
         f"overlap-inductor explain: the script needs the variables that torchrun sets, and {variable} is not set."
-        f" Either let one process play all ranks, here 8:\n  overlap-inductor explain --ranks 8 {command}\n"
+        f" Either let one process play rank 0 of 8 ranks:\n  overlap-inductor explain --ranks 8 {command}\n"
         "or start as many processes as the script needs, here 2:\n"
         f"  torchrun --nproc-per-node 2 -m overlap_inductor explain {command}"
     )

@@ -131,8 +131,8 @@ def _watch(ranks: list[_Rank], timeout: float, on_wait: Callable[[], None]) -> N
 
 
 def _first_to_blame(failed: list[_Rank]) -> _Rank:
-    """The failed rank to report: the first one with a traceback that names no connection, or else the first one. Errors
-    about lost peers name a connection."""
+    """The failed rank to report: the first one whose log ends with a traceback and names no connection; else the first
+    one. A rank whose log names a connection may have failed only because it lost a peer."""
     blamed = [r for r in failed if "Traceback" in _tail(r) and "onnection" not in _tail(r)]
     return (blamed or failed)[0]
 

@@ -62,8 +62,8 @@ def slow_hosts(count: int, megabits: int) -> Iterator[list[Host]]:
     prefix = f"ovl{os.getpid() % 100000}"
     hosts = [Host(f"{prefix}h{i}", f"10.77.0.{i + 1}", f"{prefix}i{i}") for i in range(count)]
     bridge = f"{prefix}br"
-    # The burst is two full segments, and the queue is 20 ms. A longer queue would delay the other direction's
-    # acknowledgements.
+    # The burst holds two segments of 64 KB. Data wait in the queue for at most 20 ms. A host's acknowledgements wait
+    # behind its data, so a longer queue would delay them.
     limit = ["rate", f"{megabits}mbit", "burst", "128kb", "latency", "20ms"]
     try:
         _run("ip", "link", "add", bridge, "type", "bridge")

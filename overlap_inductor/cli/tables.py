@@ -33,7 +33,7 @@ def as_text(parts: Iterable[RenderableType], stream: TextIO | None = None) -> st
 
 def grid(widths: Sequence[int | None], rows: Iterable[Sequence[tuple[str, str]]]) -> Table:
     """A table without a head or lines. ``rows`` hold cells ``(text, style)``. ``widths``: each column's minimum
-    width. A column with ``None`` has no minimum, and its long texts are wrapped."""
+    width. A column with ``None`` has no minimum. On a terminal, its long texts are wrapped."""
     table = Table.grid()
     for width in widths:
         table.add_column(min_width=width, no_wrap=width is not None, overflow="fold")

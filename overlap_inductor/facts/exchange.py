@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ExchangePlan`` describes what a rank exchanges in one graph, as text that ranks can compare: the order, sizes and
-dtypes of what moves, the schedules and transports. What only a rank's own computation needs, such as a bias, is left
-out."""
+"""``ExchangePlan`` describes what a rank exchanges in one graph, as text that ranks can compare. The text states the
+schedules, the transports, and the order, sizes and dtypes of what moves. What only a rank's own computation needs, such
+as a bias, is left out."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ExchangePlan:
         mode: the switch (``off``, ``report``, ``on``, ``strict``).
         steps: one line for each collective that all ranks of a group call, in the order of their calls. Then one line
             for each stretch whose tokens the sequence-parallel rewrite divides among the ranks. Then one line for each
-            group whose kept collectives run in the graph's order. Sends, receives, collectives of groups of one rank,
-            and ops of namespaces ``c10d`` and ``c10d_functional`` have no line.
+            group whose kept collectives (those that stay in the graph) run in the graph's order. Sends, receives,
+            collectives of groups of one rank, and ops of namespaces ``c10d`` and ``c10d_functional`` have no line.
         overlaps: whether at least one line is that of an overlapped transfer or of a stretch whose tokens are divided.
         config: the switches. Not in the digest.
         groups: this rank's names of the groups g0, g1, ... of the steps: one tuple, or one for each of ``parts``. Not

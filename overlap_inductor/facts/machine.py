@@ -22,8 +22,9 @@ class Machine:
         collective_seconds: fixed cost of a collective.
         overlapped_efficiency: rate of the matmuls of chunks while transfers run, divided by the rate of the whole
             matmul alone.
-        least_tiles: the fewest output tiles (128 x 256 elements each) for which it pays to cut the matmul inside one
-            op. Schedule ``chunked`` may pay with fewer tiles if its launches are replayed as one CUDA graph.
+        least_tiles: the fewest output tiles (128 x 256 elements each) of a matmul for which schedules ``chunked``,
+            ``fused`` and ``wave_groups`` pay. Schedule ``chunked`` may pay with fewer tiles if its launches are
+            replayed as one CUDA graph.
         memory_bytes: B/s that a memory-bound kernel or a lookup reads and writes. One H100 reached 2.72e12.
         lookup_seconds: fixed cost of one lookup in a table. On an H100, 64 calls of ``embedding_bag`` took 680 us.
             Their reads and writes alone would take 50 us.
@@ -68,8 +69,8 @@ _MACHINES = {
     "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93, memory_bytes=2e10),
     "cuda": _CUDA,
     # GPUs that cannot access each other's memory: two H200s with NCCL_P2P_DISABLE=1 moved 25 to 29 GB/s through the
-    # host. Wave groups ran 1.34 to 1.54 times as fast as the plain graph, and the ring 0.82 to 0.98 times as fast
-    # (bench/results/operators_without_peers.jsonl).
+    # host. Schedule ``wave_groups`` ran 1.34 to 1.54 times as fast as the plain graph, and schedule ``ring`` 0.82 to
+    # 0.98 times as fast (bench/results/operators_without_peers.jsonl).
     WITHOUT_PEERS: replace(_CUDA, name=WITHOUT_PEERS, link_bytes=2.8e10, overlapped_efficiency=0.3),
 }
 

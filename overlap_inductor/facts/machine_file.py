@@ -16,8 +16,8 @@ from typing import Any
 from overlap_inductor.facts.machine import Machine
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Machine) if f.name != "name")
-"""The fields that a user's JSON object may have. ``name`` is not among them, because it selects the constants of a
-schedule."""
+"""The fields that a user's JSON object may have. ``name`` is not among them, because schedule ``wave_groups``
+finds its measured constants by the machine's name."""
 _ITEMSIZES = ("1", "2", "4", "8")
 _FLOPS = 'an object of FLOP/s by bytes of an element ("1", "2", "4" or "8"), for example {"4": 5e10}'
 _ALLOWED = {

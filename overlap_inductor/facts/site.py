@@ -27,7 +27,7 @@ class Collective:
 
             - All-gather before the matmuls: the gathered dim of the tensor before it is flattened for the matmul.
             - Reduce-scatter or all-to-all after the matmuls: the scattered dim of the first matmul's result.
-            - All-to-all before the matmuls: the dim of its result whose index contains the sending rank.
+            - All-to-all before the matmuls: the dim of its result whose index says which rank sent an element.
             - All-to-all beside lookups or experts: 0.
             - All-gather before attention: the dim of the tensor of keys along which the keys are counted.
 

@@ -60,8 +60,9 @@ def _sentence(reason: Any) -> str:
 
 
 def _users_line(reason: Any) -> FrameSummary | None:
-    """The innermost frame outside torch, or ``None``. If a function of torch breaks the graph, Dynamo compiles this
-    function by itself. The list then has the break a second time, without the user's frames."""
+    """The innermost frame outside torch, or ``None`` if there is none. If a function of torch breaks the graph, Dynamo
+    compiles this function by itself. The list then has the break a second time, without the user's frames. For this
+    second entry, the result is ``None``."""
     return next(
         (
             f

@@ -358,7 +358,7 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
 def _should_pad(original: Callable[..., bool], match: Any, *args: Any, **kwargs: Any) -> bool:
     """Around ``pad_mm.should_pad``: with overlap on, do not pad a matmul next to a collective (``padding``).
 
-    Inductor's check runs first, because it is cheap and refuses most matmuls. Our check may walk far.
+    Inductor's check runs first, because it is cheap and refuses most matmuls. Our check may visit many nodes.
     """
     if not original(match, *args, **kwargs):
         return False

@@ -10,9 +10,10 @@
 ``agree``                             a call
 ====================================  =================================================
 
-``take`` reads, and ``assemble`` writes, a part of the slice that belongs to rank ``r + shift``, where ``r`` is this
-rank. Such a part is a ``ReinterpretView``, whose offset contains the rank as a symbol (``rank_symbol``). Inductor's
-matmuls and pointwise kernels read such a view in place, and write their results straight into such a view::
+``take`` and ``assemble`` see a dim of a tensor as one slice for each rank. ``take`` reads, and ``assemble``
+writes, a part of the slice of rank ``r + shift``, where ``r`` is this rank. Such a part is a ``ReinterpretView``, whose
+offset contains the rank as a symbol (``rank_symbol``). Inductor's matmuls and pointwise kernels read such a view in
+place, and write their results straight into such a view::
 
     a = take(x, 0, 1, 4, 0, 4, "tp")               u0 = torch.ops.overlap_inductor.group_rank.default('tp')
     b = mm(a, w)                                   buf = empty_strided(...)
@@ -119,8 +120,8 @@ def _packed(x: Any) -> Any:
 def _after(piece: Any, token: Any) -> Any:
     """Return ``piece``, and schedule its kernel after the kernel of ``token``.
 
-    ``control_deps`` would lower ``piece`` as a subgraph's output. Inductor compares the strides of such outputs, which
-    adds guards for symbolic sizes.
+    Inductor's op ``control_deps`` is not used here, because it would lower ``piece`` as a subgraph's output. Inductor
+    compares the strides of such outputs, which adds guards for symbolic sizes.
     """
     piece.realize()
     token.realize()
@@ -187,8 +188,8 @@ def _after_computed(op: Any, args: tuple[Any, ...], plain: int) -> Any:
 
 
 def _adopt(source: Any, view: Any, node: torch.fx.Node) -> Any:
-    """Make the kernel of ``source``, with FX node ``node``, write into ``view`` of the same sizes. If it cannot, copy
-    its result. Returns the written buffer.
+    """Make the kernel of ``source`` write into ``view``, which has the sizes of ``source``. If the kernel cannot, copy
+    its result into ``view``. Returns the written buffer. ``node`` is the FX node of ``source``.
 
     ``ConcatKernel.realize_into`` does this for pointwise kernels, and for templates with a flexible layout. An extern
     matmul has a fixed layout but takes ``out=``. It can write into the view if the strides are equal.

@@ -19,7 +19,8 @@ from torch import fx
 from overlap_inductor.torch_compat import operators
 
 _LIMIT = 1000
-"""If the search visits more nodes than this, the matmul counts as next to a collective."""
+"""If the search from a matmul to a collective (``_reaches``) visits more nodes than this, the matmul counts as next to
+a collective."""
 _COPIES = {"clone", "lift_fresh_copy", "cat", "constant_pad_nd", "_unsafe_view", "convert_element_type", "_to_copy"}
 _ROW_WISE = {"sum", "mean", "amax", "amin", "prod", "var", "var_mean", "_softmax", "_log_softmax", "cumsum"}
 """Row-wise ops (``sites.row_wise``) and sums over experts. They may be between a matmul and a collective of a site,

@@ -10,7 +10,8 @@ Inductor may cut a graph into partitions, and capture those that a CUDA graph ca
 A transfer cannot be in two captures, or only partly in one:
 
 - A capture cannot end before its stream has waited for the work of all other captured streams.
-- The host's state of a transfer is created during the capture, but not during a replay.
+- The host's state of a transfer is created during the capture, but not during a replay. So after a replay of the
+  transfer's start, the host has no state for steps that are not captured.
 """
 
 from __future__ import annotations

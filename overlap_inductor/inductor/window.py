@@ -2,16 +2,16 @@
 """Lower the op ``window``, which returns rows of a tensor. Kernels read these rows from a pointer to the first row.
 
 If a C++ kernel of Inductor reads a slice, the slice's offset is in the kernel's text. Kernels that differ only in
-the rows that they read then have different texts, and the compiler compiles each of them. A window is a view of such
-rows. Inductor treats this view as a separate buffer. Kernels read it from offset 0, and their caller adds the offset::
+the rows that they read then have different texts, and the compiler compiles each of them. A window is a view of the
+slice. Inductor treats this view as a separate buffer. Kernels read it from offset 0, and their caller adds the offset::
 
     kernel_a(x, buf1)                             kernel_a(x, buf1)
     kernel_b(x, buf2)     # reads x + 32    ->    buf3 = reinterpret_tensor(x, (4, 8), (8, 1), 32)
                                                   kernel_a(buf3, buf2)
 
 A window has no memory of its own. Inductor keeps the memory of ``x`` until the last kernel that reads a window of ``x``
-has run. It orders a write to ``x`` after the earlier kernels that read a window of ``x``. It never reuses the rows of a
-window for another result, because it reuses no output of a ``NopKernel``.
+has run. It orders a write to ``x`` after the earlier kernels that read a window of ``x``. It never reuses a window's
+buffer for another result, because it reuses no output of a ``NopKernel``.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _place(x: Any) -> tuple[Any, Any]:
 def _better_stored(data: Any) -> bool:
     """Whether an elementwise result is better stored once than computed by the kernel of each window.
 
-    True if the result is computed from several buffers, at least one of which is not an input of the graph. The
-    stored result then takes the place of a buffer that is not an input.
+    True if the result is computed from several buffers, and one of them is not an input of the graph. If the result
+    is stored, the windows' kernels do not read that buffer, so they do not keep its memory alive.
     """
     if not isinstance(data, ir.Pointwise):
         return False

@@ -3,7 +3,8 @@
 embedding + all-to-all, arXiv 2305.06942). A rank looks up the batch in its own tables, and stores each result at the
 rank that needs it.
 
-A *slice* is the part of the batch that belongs to one rank. A *piece* is some bags of one table and one slice. ::
+A *bag* is a list of indices; their rows in one table give one result. A *slice* is the part of the batch that belongs
+to one rank. A *piece* is some bags of one table and one slice. ::
 
     claim pieces: slices of ranks ``rank + 1``, ``rank + 2``, ..., then the own slice
         store results for a peer into its workspace; signal the peer after the last piece of its slice
@@ -23,8 +24,9 @@ assert triggered``, and the context is lost. The peers wait until their patience
 that Triton keeps asserts. Also launch with ``sanitize_overflow=False``, so that Triton adds no asserts against
 overflow.
 
-Memory ordering (``signals``). ``count_and_signal`` follows the ordinary stores of a piece. The receiver waits for the
-flag before it copies (``receive``). ``last_block_ends`` gives the credits after the last copy out of the workspace.
+Memory ordering (``signals``). ``count_and_signal`` follows the ordinary stores of a piece, and sets the peer's flag
+after the last piece. The peer waits for the flag before it copies (``receive``). ``last_block_ends`` gives the credits
+after the last copy out of the workspace.
 
 Forward progress. A piece waits only for its peer's credit, which depends only on the previous call. A block claims a
 copy only after running blocks have claimed all pieces of its rank. So all pieces end, and then all copies, even with
@@ -141,7 +143,7 @@ def _pool_piece(
     WORLD: tl.constexpr, WIDTH: tl.constexpr, BAGS: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr,
     BAGGED: tl.constexpr, MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """Claim one piece, look up its bags and store their results. Returns whether a piece was left."""
+    """Claim one piece, look up its bags and store their results. Returns whether there was a piece to claim."""
     i = tl.atomic_add(queues, 1, sem="relaxed")
     of_table = tl.cdiv(rows, piece_rows)
     of_slice = tables * of_table

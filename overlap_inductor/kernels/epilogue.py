@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the Triton function that computes an epilogue on a tile, from the epilogue's program
-(``sites.epilogue_program``).
+"""Writes the Triton function that computes an epilogue on a tile. The function is written from the epilogue's program,
+which lists the epilogue's ops and the kinds of tensors that they read (``sites.epilogue_program``).
 
 The function is a compile-time argument of a kernel, so each program leads to a kernel of its own. All values are fp32.
 The function's argument ``x`` is a part of a tile: a quarter of its columns (``by_quarters``), or some of its rows
@@ -146,7 +146,8 @@ def _expression(op: Sequence[object], names: dict[str, str]) -> str:
 
 def source_of(programs: Sequence[Program | None]) -> str:
     """The text of the function ``epilogue(x, weight, at_m, inside_m, at_n, columns, e0, e1)``, which computes
-    ``programs[i]`` for weight ``i`` of a launch.
+    ``programs[i]`` if ``weight`` is ``i``. A launch multiplies by one or more matrices, its weights. ``programs[i]`` is
+    the epilogue of the product with weight ``i``; ``None`` if there is no epilogue.
 
     Raises:
         ValueError: a program has no op, an op has a wrong number of arguments, or a number is not finite. Or an op, a

@@ -134,7 +134,7 @@ earlier stores. ``looked``: what each thread got from ``signals.look``. If it is
 nothing is signalled. The block has at least ``WORLD`` threads.
 
 ``wait_for_all(first, target, sources, each, stride, left_out, stop, patience_ns, code, peer)``: waits until the flags
-of all ``sources`` but ``left_out`` have reached ``target``. A source has ``each`` flags, ``FLAG_WORDS`` words apart.
-``first``: the first flag of source 0. ``stride``: int32 words from source to source. A fault record names source ``s``
-as ``peer + s``. The block has at least ``sources * each`` threads.
+of the sources 0 to ``sources - 1``, except source ``left_out``, have reached ``target``. A source has ``each`` flags,
+``FLAG_WORDS`` words apart. ``first``: the first flag of source 0. ``stride``: int32 words from source to source. A
+fault record names source ``s`` as ``peer + s``. The block has at least ``sources * each`` threads.
 """

@@ -137,7 +137,7 @@ def _flush(
 
 @triton.jit
 def _places(row, column, columns, limit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets and mask of a tile in rows of ``columns`` elements."""
+    """Offsets and mask of a tile in rows of ``columns`` elements. The mask leaves out the columns from ``limit`` on."""
     at_n = column + tl.arange(0, BLOCK_N)
     return (row + tl.arange(0, BLOCK_M))[:, None].to(tl.int64) * columns + at_n[None, :], (at_n < limit)[None, :]
 
@@ -318,8 +318,8 @@ def matmul_all_reduce(
                     end = tl.where(may_store(stop), tl.minimum((n + UNIT) * BLOCK_N, columns), 0)
                     at, inside = _places(m * BLOCK_M, n * BLOCK_N, columns, end, BLOCK_M, BLOCK_N)
                     moved = tl.load(source + at, mask=inside, cache_modifier=".cg")
-                    # ``_flush`` waits until the previous push's stores have arrived. Meanwhile the claim, the look at
-                    # ``word`` and the load above run.
+                    # ``_flush`` waits until the previous push's stores have arrived. The look at ``word``, the claim
+                    # and the load above come before it, so that they run while these stores travel.
                     sent = _flush(
                         sent,
                         queues,
@@ -452,8 +452,8 @@ def matmul_all_reduce(
                     TRANSPOSED,
                     BIAS,
                 )
-                # Here a pushing block claims no further tile, because it may do other work first. Meanwhile, other
-                # blocks would wait for the claimed tile.
+                # A pushing block may do other work before its next tile. If it claimed the tile here, other blocks
+                # would wait for the tile during this work. So it claims from ``NOTHING_QUEUE``.
                 following = claim(queues + tl.where(pushes_first, NOTHING_QUEUE, 0), THREADS)
                 store_tile(
                     product_desc, shard * padded + m * BLOCK_M, n * BLOCK_N, total.to(out.dtype.element_ty), HALVES

@@ -21,7 +21,7 @@ Forward progress, with any number of resident blocks. All waits are bounded (``s
 
 * Credits depend only on the previous call.
 * An own tile of band ``p`` waits for the partial sums of band ``p`` from all peers. In a peer's queue, the tiles that
-  the peer sends come before the peer's own tiles. So no wait depends on itself.
+  the peer sends come before the peer's own tiles. So no tile that is sent waits for partial sums.
 * In an all-to-all, a block claims a copy only after an own tile, or when no tile is left. By then, running blocks have
   claimed all tiles that the rank sends, and this block has counted those that it sent. So no peer waits for this block.
 

@@ -66,8 +66,8 @@ def push_piece(
     if there:
         part = i // (PIECES * RECEIVERS)
         rest = i % (PIECES * RECEIVERS)
-        # Peer ``rank - 1`` gets each part first, because it multiplies this rank's shard first
-        # (``tile_order.arriving``).
+        # Peer ``rank - 1`` gets each part first, because this peer multiplies this rank's part before the same part of
+        # its other peers (``tile_order.arriving``).
         peer = (rank + WORLD - 1 - rest // PIECES) % WORLD
         piece = rest % PIECES
         if peer != rank:
@@ -81,7 +81,7 @@ def push_piece(
             + tl.cast(rank, tl.int64) * shard_words
         )
         shard = words + (tl.cast(peer, tl.int64) * shard_words if SCATTERED else 0)
-        # After an abort, nothing is stored: the wait for the credit may have ended without it.
+        # After an abort, nothing is stored, because the wait may have ended without the credit.
         limit = tl.where(may_store(stop), last, first)
         for start in range(first, last, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -141,8 +141,8 @@ def push_slice(
     KEEP: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):
-    """As ``push_piece``, but a part is sent in slices of its columns. All peers get a slice before the next slice
-    begins, so a matmul can begin with the first columns.
+    """As ``push_piece``, but a part is sent in slices of its columns. Blocks claim a slice's pieces for all receivers,
+    then those of the next slice. So a receiver's matmul can begin with the first columns.
 
     The shard is ``[rows, row_words]``. A slice of a part is ``part_rows`` rows of ``slice_words`` words, in ``PIECES``
     pieces of rows, stored ``[ROWS, COLUMNS]`` words at a time. Its flag at the receiver is ``signal_flag(flags, rank,
@@ -169,7 +169,7 @@ def push_slice(
             + tl.cast(rank, tl.int64) * rows * row_words
         )
         shard = words + (tl.cast(peer, tl.int64) * rows * row_words if SCATTERED else 0)
-        # After an abort, nothing is stored: the wait for the credit may have ended without it.
+        # After an abort, nothing is stored, because the wait may have ended without the credit.
         limit = tl.where(may_store(stop), last, first)
         for row in range(first, last, ROWS):
             at_row = row + tl.arange(0, ROWS)

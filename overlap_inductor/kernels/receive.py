@@ -3,7 +3,7 @@
 
 What one peer sends fills a *slot*. A slot is cut into parts, and a part into pieces, which blocks claim from a queue.
 
-Memory ordering: the block waits for the part's flag by an acquire, a barrier follows, and its loads bypass L1.
+Memory ordering: the block waits for the part's flag by an acquire, a barrier follows, and the block's loads bypass L1.
 
 Forward progress: a block claims a piece here only when running blocks have claimed everything that its rank sends. The
 block has also counted the stores that it made at peers. (A peer is signalled when all stores of a part are counted.) So

@@ -277,7 +277,7 @@ def unless_aborted(number, stop):
 
 @triton.jit
 def may_store(stop):
-    """True unless the group has been aborted. For the masks of stores to peers."""
+    """True unless the group has been aborted. Kernels mask their stores to peers with this value."""
     return look(stop) == 0
 
 

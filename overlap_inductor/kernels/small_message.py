@@ -10,16 +10,17 @@ Sums are in fp32, in the order of the ranks, rounded once. So all ranks get the 
 
 A block has one *unit*, a segment of columns. In one-shot, a unit is a segment of one row. In two-shot, a unit is a
 segment of a group of ``WORLD`` rows, one row of each owner. A norm needs whole rows. In one-shot, the block of a row's
-last segment computes the norm of the row. In two-shot, the blocks of a group compute the norms of the group before, so
-the grid has one more group.
+last segment computes the norm of the row. In two-shot, the blocks of a group compute the norms of the previous
+group. One more group of blocks computes the norms of the last group.
 
 Forward progress. One resident block on each rank is enough, if blocks start in the order of their numbers:
 
 * A block stores its partial rows before it waits.
 * A block waits only for blocks with its own number or a lower one. Before it stores a sum, it waits only for partial
   rows of blocks with its own number.
-* Take the lowest number whose block has still to end on at least one rank. On each rank, this block runs or has ended.
-  So all blocks of this number store their partial rows, get their sums, and end.
+* Take the lowest number whose block has still to end on at least one rank. All blocks with lower numbers have ended.
+  So the block with this number runs, or has ended, on each rank.
+* So all blocks with this number store their partial rows, get their sums, and end.
 
 CUDA does not promise this order of starts. GPUs keep it, and scans depend on it (Merrill and Garland, decoupled
 look-back, 2016). If all blocks are resident at once, as in decode, the order does not matter.

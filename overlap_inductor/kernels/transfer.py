@@ -58,8 +58,9 @@ NOBODY = tl.constexpr(-(2**30))
 
 @triton.jit
 def announce(calls, announced, stop):
-    """Set ``announced``, which copy engines copy into flags, to the value of this call's flags. After an abort, set
-    ``announced`` to a number that no rank waits for, because queued copies still run. Grid: one block."""
+    """Set ``announced`` to the value to which this call sets its flags. Copy engines copy ``announced`` into the flags.
+    After an abort, set ``announced`` to a number that no rank waits for, because queued copies still run. Grid: one
+    block."""
     tl.store(announced, tl.load(calls) + tl.where(may_store(stop), 1, NOBODY))
 
 
@@ -67,10 +68,12 @@ def announce(calls, announced, stop):
 def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD: tl.constexpr):
     """Wait until every peer has finished the calls before this one, then ``announce``. Grid: one block.
 
-    Launched on the stream of the matmuls. On another stream, a vendor's kernel that keeps its SMs could delay it.
+    This kernel is launched on the stream of the matmuls. If it were launched on another stream, a vendor's kernel that
+    occupies the SMs could delay it.
 
     The wait may end without a credit: if this rank's patience is over, or if the group has been aborted. Then this
-    kernel sets the same abort words as a thread that gives up. It does so before any later copy starts (``spoil``).
+    kernel sets the abort words that a kernel sets when it gives up (``signals``). It does so before any later copy
+    starts (``spoil``).
     """
     call = tl.load(calls)
     for step in range(1, WORLD):

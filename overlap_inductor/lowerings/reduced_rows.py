@@ -31,7 +31,7 @@ token)``."""
 
 
 def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
-    """Whether each rank's part consists of whole rows of the matmuls' result, and the collective's input has the
+    """Whether each rank's part of the matmuls' result consists of whole rows, and the collective's input has the
     result's order of elements.
 
     - All-reduce: the rows of a part must be consecutive.
@@ -53,8 +53,8 @@ def reduced_in_rows(pattern: str, nodes: ReduceNodes, biases: Biases) -> bool:
 def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
     """The bias of each matmul, if ``terms`` add up to the matmuls' results plus single rows.
 
-    A single row is added to every row of a result. The row becomes the bias of a plain matmul of the same width and
-    dtype that has no bias yet. Returns ``None`` if
+    A single row is added to every row of a result. The row becomes the bias of a matmul of the same width and dtype
+    that has no bias yet and whose kind is in ``PLAIN``. Returns ``None`` if
 
     - the sum has a row that no matmul can take;
     - the sum holds anything else (a factor, a scalar);

@@ -17,7 +17,8 @@ from overlap_inductor.lowerings.wave_groups.schedule import WAVE_GROUPS
 SCHEDULES: list[SiteSchedule] = []
 """The registered schedules, in the order of their registration. For token counts that a schedule does not serve itself,
 its op may call another schedule's op. The other schedule is the first in this list that is ``called_by_others`` and
-pays. So of the schedules that are ``called_by_others``, the one with the lowest host cost is registered first."""
+pays. If several such schedules pay, the one with the lowest host cost should be called. So it is registered before the
+others."""
 
 
 def register(schedule: SiteSchedule) -> None:

@@ -110,7 +110,7 @@ class SiteSchedule(Protocol):
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Names of the patterns that the schedule computes. Its methods get no other sites."""
+        """Names of the patterns that the schedule computes. Its methods get sites of these patterns only."""
         ...
 
     @property

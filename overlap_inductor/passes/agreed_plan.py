@@ -109,7 +109,8 @@ class SiteFootprint:
 
 
 def _beside(site: DecidedSite, collective: CollectiveNode) -> tuple[str, list[Any] | None]:
-    """What a further collective of a site does, as ``(words before "the one before", shape or None)``:
+    """``(words, shape or None)`` for the plan's line of a further collective of a site. In the line, "the one before"
+    follows the words. The words are:
 
     - ``with``: it moves together with the first collective. All ranks know its shape, so the shape is named.
     - ``added to``: its result is added to the first collective's result.

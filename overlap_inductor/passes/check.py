@@ -205,7 +205,8 @@ def _hoist(site: OverlapSite, context: Context) -> str | None:
 
 def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str | None:
     """Why this site at ``placement`` and an accepted site would wait for each other's results, or ``None``. The rewrite
-    moves the nodes of accepted sites before it moves this site's nodes."""
+    moves the nodes of accepted sites before it moves this site's nodes. So at the same anchor, the nodes of accepted
+    sites come first."""
     late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
         return f"another overlapped site would compute {_names(late)} only after this site's steps need {_them(late)}"

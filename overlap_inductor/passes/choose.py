@@ -125,7 +125,7 @@ def _decide(
     failed: dict[str, Reason],
     host_bound: Mapping[fx.Node, Reason],
 ) -> DecidedSite:
-    """The site with its decision. An overlapped site is accepted into ``context``."""
+    """The site with its decision. ``context`` records an overlapped site, for the checks of later sites."""
     keep = [PlanPiece("keep")]
     if site.facts.id in failed:
         return site.decided(Decision("failed", "analytic", keep, [failed[site.facts.id]]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find every site of a graph, and give a reason for every collective that is part of no site.
 
-At each collective, the finder asks, in order, those ``passes.patterns`` that start at a collective of this kind. The
-graph does not change::
+At each collective, the finder asks, in their order, those ``passes.patterns`` whose ``kind`` is the collective's kind.
+The graph does not change::
 
     for each collective in graph order:
         for each pattern of its kind: Match -> a site; Miss -> its reasons

@@ -38,8 +38,8 @@ STEPS = 12
 
 
 class AllGatherAttention:
-    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). The site starts at the first of its
-    gathers."""
+    """Pattern ``all-gathers of keys and values -> attention`` (see ``Pattern``). A site is found at the first of its
+    gathers. The finder then skips the site's other gathers."""
 
     name = "all_gather_attention"
     kind = "all_gather"

@@ -33,8 +33,8 @@ aten = tools.aten
 
 
 def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Reason]]:
-    """``(site at an all-gather or None, obstacles)``. Without either, the walk reached no operand or scale of a
-    matmul."""
+    """``(site at an all-gather or None, obstacles)``. If there is neither a site nor an obstacle, the walk reached no
+    operand or scale of a matmul."""
     follower = Follower(collective, Layout.gathered(tools.shape(collective.input), collective.world_size))
     follower.run()
     consumers = consumers_of(follower)

@@ -261,7 +261,8 @@ def _same(run: list[Atom], other: list[Atom]) -> bool:
 def _region(tracer: _RegionTracer, collective: CollectiveNode) -> tuple[Region, ShardedDim]:
     dims = _Dims(tracer)
     joined: dict[fx.Node, int] = {}
-    # A ``cat`` may join the result of another ``cat``. So the ``cat`` nearest to the matmuls comes first.
+    # A ``cat`` may join the result of another ``cat``. ``dims`` must then know the atoms of that result already. So the
+    # ``cat`` nearest to the matmuls comes first.
     for node, parts in reversed(tracer.parts.items()):
         at = operators.argument(node, "dim") % len(tools.shape(node))
         leaves = [atom.leaves() for atom in parts]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``PartFollower`` says which elements of an all-gather's result a node holds.
 
-Only views, pieces and joins of pieces may stand between the gather and the node. One gather may move several tensors,
-and each reader takes a part. In this example, each of R ranks has s keys and values::
+Only views, pieces (slices, selections, outputs of splits) and joins of pieces may stand between the gather and the
+node. One gather may move several tensors, and each reader takes a part. In this example, each of R ranks has s keys
+and values::
 
     both = wait_tensor(all_gather(stack([k, v])))           # [R * 2, batch, heads, s, width]
     k = cat([select(piece, 0, 0) for piece in split(both, 2)], dim=2)

@@ -27,7 +27,8 @@ MARK = "overlap_inductor_fused_sum"
 
 
 def take_apart(graph: fx.Graph) -> None:
-    """Write each ``mm_plus_mm`` as two ``mm`` and an ``add``. If this raises, ``put_back`` restores the graph."""
+    """Write each ``mm_plus_mm`` as two ``mm`` and an ``add``. If this raises, the caller must call
+    ``put_back`` to restore the graph."""
     for node in list(graph.nodes):
         operands = operators.summed_matmuls(node)
         if operands is None:

@@ -19,7 +19,7 @@ from overlap_inductor.passes.reduce_patterns import MatmulReduceScatter
 
 PATTERNS: list[Pattern] = []
 """``passes.find.SiteFinder`` tries the patterns in this order, and takes the first that matches. It skips a collective
-that another site has taken (``merged``), and asks no further pattern after a final ``Miss``."""
+that another site has taken (``SiteFinder.merged``), and asks no further pattern after a final ``Miss``."""
 
 
 def register(pattern: Pattern) -> None:

@@ -10,8 +10,8 @@
     POST_GRAD  forward, backward and inference graphs, each on its own
                pass "overlap": collectives and the matmuls beside them become overlap ops
 
-A slot without a pass leaves Inductor as it was. If a pass is added to such a slot, compiles run this pass only after
-the next call of ``enable``, ``disable`` or ``overlap``.
+If a slot has no pass, ``enable``, ``disable`` and ``overlap`` install nothing in it. So if a pass is added to such a
+slot later, compiles run this pass only after the next call of one of these functions.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class GraphPass(Protocol):
     def run(self, graph: fx.Graph, context: GraphContext) -> OverlapReport | None:
         """Rewrite ``graph`` in place. Returns a report, or ``None`` if there is nothing to report.
 
-        An exception fails the compile. A pass whose rewrite is optional restores the graph instead.
+        An exception from ``run`` fails the compile. So if the rewrite of a pass is optional and fails, ``run`` restores
+        the graph and raises nothing.
         """
         ...
 

@@ -36,7 +36,8 @@ from overlap_inductor.sites.sizes import sizes_at
 
 
 def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = None) -> Decision:
-    """The decision for one legal site. ``host_bound``: why nothing is worth hiding in its graph, or ``None``.
+    """The decision for one legal site. ``host_bound``: why no transfer of the site's graph is worth hiding, or
+    ``None``.
     ``fit_workspace`` and ``SiteSchedule.fit`` may change the decision later."""
     asked = [s for s in SCHEDULES if config.schedule in ("auto", s.name)]
     refusals = {s.name: _why_not(s, site, config) for s in asked}

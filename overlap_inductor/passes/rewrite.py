@@ -256,7 +256,7 @@ class Rewriter:
         ]
 
     def _chain_kept_collectives(self) -> None:
-        """Give the steps and the kept collectives of each rewritten group one order on all ranks."""
+        """For each group that has a rewritten site, give its steps and kept collectives one order on all ranks."""
         ours = {n: g for g, nodes in self.emitted.items() for n in nodes}
         newest: dict[str, fx.Node] = {}
         pending: dict[str, list[fx.Node]] = {}

@@ -62,7 +62,8 @@ class Snapshot:
     def restore(self) -> None:
         """Give the graph new nodes with the old names and metadata."""
         # ``erase_node`` needs a node without users, and the half rewritten graph may be out of order. So first remove
-        # every edge. A node inserted before an erased node is not in ``graph.nodes``, but may use nodes there.
+        # every edge. A node inserted before an erased node is not in ``graph.nodes``, but may use nodes there. So the
+        # set below also holds the users of these nodes.
         for node in {*self.graph.nodes, *(user for n in self.graph.nodes for user in n.users)}:
             node.args, node.kwargs = (), {}
         for node in list(self.graph.nodes):

@@ -182,7 +182,7 @@ def _trace(report: OverlapReport) -> None:
 
 
 _WHOLE = {"pass": "the overlap pass", "sequence_parallel": "the sequence-parallel rewrite"}
-"""``{stage: name of the part}`` for stages whose failure concerns the whole graph."""
+"""``{stage: the stage's name in an error}`` for the stages whose failure concerns the whole graph."""
 
 
 def _insist(report: OverlapReport) -> None:

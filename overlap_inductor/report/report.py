@@ -55,8 +55,8 @@ class OverlapReport:
         before / after: the FX graph's readable code before and after the pass. Empty in a graph without collectives.
         plan_hash: digest of the plan in ``exchange``. Empty if the graph is as written.
         exchange: JSON text of the graph's ``ExchangePlan``. Empty in a graph without collectives.
-        groups: ``[workspace that the sites need (JSON text), its limit in MiB]`` of each process group. ``[]`` if
-            the sites need none.
+        groups: ``[workspace that the group's sites need (JSON text), its limit in MiB]`` for each process group. ``[]``
+            for a group whose sites need no workspace.
         workspaces: symmetric memory that the sites hold on each rank: ``{"ranks", "bytes"}`` for each group that has
             any.
         notices: further texts for the user, for example that ranks differ.

@@ -49,7 +49,7 @@ _SHORT_TYPES = {
 
 
 def count(number: int, noun: str) -> str:
-    """``1 site``, ``2 sites``. The plural of the noun ends in ``s``."""
+    """``1 site``, ``2 sites``. The plural is the noun with ``s`` appended."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

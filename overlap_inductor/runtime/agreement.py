@@ -14,10 +14,10 @@ rank's plan::
                        run the plain program at all later calls, too
 
 What a rank publishes in a round is its *verdict*. A round passes a rejection on to the other groups of a rank. Two
-ranks' first verdicts may differ: if a third rank is late, one of them still reads its digest, and the other has stopped
-waiting. After the last round, all ranks that the groups connect have one result. A plan with one group needs at most
-one round. A plan with several groups needs one round more than it has groups. A rank whose plan was rejected at an
-earlier call publishes a refusal, so no rank waits for its verdicts.
+ranks' first verdicts may differ: if a third rank is late, one of the two still reads the third rank's digest, and the
+other has stopped waiting. After the last round, all ranks that the groups connect have one result. A plan with one
+group needs at most one round. A plan with several groups needs one round more than it has groups. A rank whose plan was
+rejected at an earlier call publishes a refusal, so no rank waits for its verdicts.
 
 A rank that reaches Dynamo's recompile limit makes no call where the others make one. So ranks publish the place of each
 call in the sequence of the group's collectives (``call_place``). While a rank is inside a collective that no graph
@@ -40,7 +40,7 @@ digests are compared at later calls depends on the group:
 
 What happens if a rank recompiles alone, and its new graph makes other transfers? If digests are compared at every call,
 all ranks run the plain program in that call. If digests are compared at a plan's first run only, the rank that
-recompiled raises an error at its deadline.
+recompiled raises an error when its wait for the others' plans times out.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def plans_waiting(group: dist.ProcessGroup) -> str:
         return ""
     try:
         # If Inductor's own callable ran the graph, the failed call was counted, so it is the newest call. Otherwise the
-        # failed call is the one after the newest call. ``plans_now`` reads both.
+        # failed call is the one after the newest call. ``plans_now`` reads the plans of both calls.
         plans = call_board.plans_now(state, state.newest)
     except RuntimeError:
         # The rank that kept the store may have died.

@@ -58,7 +58,7 @@ def all_or_none(group: dist.ProcessGroup, what: str, attempt: Callable[[], Resul
 
     Args:
         what: the attempt, in words that complete "rank 1 cannot ...". All ranks pass the same words.
-        seconds: how long the first rank waits for the others' results, at most the group's timeout.
+        seconds: how long the first rank waits for the others' results. It never waits longer than the group's timeout.
 
     Raises:
         NotOnAllRanks: ``attempt`` raised on a rank, or a result or the verdict did not come in time.

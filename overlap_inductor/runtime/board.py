@@ -8,6 +8,9 @@ there what it waited for.
     word 1                   the constant 1: the source from which abort words are copied
     from ``BOARD_HEAD`` on   ``FAULT_WORDS`` words per rank: its record (``kernels.layout``), written by that rank alone
 
+Each rank of a group has an abort word in its GPU's memory. If this word is not 0, waits of the rank's kernels return at
+once.
+
 The order of writes is: the record, then word 0, then the abort words of the GPUs (``kernels.signals``). So when a
 stopped kernel has ended, its host finds the record.
 
@@ -133,8 +136,8 @@ def _explained() -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         raise OverlapError(
-            f"{error}; ranks report faults to each other there. Give all ranks the same {shared_file.SHARED_FOLDER}"
-            " with free space (one container, or --ipc=host), or set OVERLAP_INDUCTOR_SCHEDULE=ring"
+            f"{error}; ranks report faults to each other in a file of {shared_file.SHARED_FOLDER}. Give all ranks the"
+            " same folder with free space (one container, or --ipc=host), or set OVERLAP_INDUCTOR_SCHEDULE=ring"
         ) from error
 
 

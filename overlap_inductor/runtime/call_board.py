@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that the ranks of a group publish for each call, and the wait for the other ranks' values.
 
-A rank's *value* of a call names the rank's plan (``constant``) and the place of the call (``call_place``). In rounds,
-ranks also exchange *verdicts*: whether a rank knows a reason against the overlapped run (``agreement``). Values and
-verdicts go through one of two media: the group's store (``CallStore``), or memory that all ranks map
-(``call_page.CallPage``). Reasons of verdicts are always in the store.
+A rank's *value* of a call names the rank's plan (``constant``) and the *place* of the call (``call_place``). The
+place is the number of the group's collectives that the rank issued before the call. A call may also have *rounds*. In
+each round, a rank publishes a *verdict*: whether it knows a reason against the overlapped run (``agreement``). Values
+and verdicts go through one of two media: the group's store (``CallStore``), or the group's *page*, memory that all
+ranks map (``call_page.CallPage``). Reasons of verdicts are always in the store.
 
 Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store. ``<incarnation>`` tells apart groups that
 had the same name one after the other::
@@ -52,14 +53,15 @@ from overlap_inductor.torch_compat.distributed import moves_nothing
 log = logging.getLogger("overlap_inductor")
 
 _COUNTS_CHARACTERS = 32
-"""Characters of a value that are reserved for ``passed`` and ``place`` (14 digits each), their colons, and the mark."""
+"""Characters of a value that are reserved for ``CallPlace``'s ``passed`` and ``place`` (14 digits each), their colons,
+and the mark."""
 EQUAL, ONCE = "1", "2"
 """Two verdicts. ``EQUAL``: nothing is against the overlapped run. ``ONCE``: all ranks run the plain program, in
 this call alone."""
 _LONGEST_PAUSE = 0.25
 """Longest pause between two reads of the other ranks' values, in seconds."""
 _SHORT = 2e-3
-"""Seconds. If pauses are longer, a rank also looks at every other rank's key and at key ``apart``."""
+"""Seconds. If pauses are longer, a rank also looks at the keys of all other ranks and at key ``apart``."""
 _LOOKS = 20
 """How often a waiting rank reads a page before it first yields its time slice."""
 _SPIN = 2e-4
@@ -144,7 +146,7 @@ def catch_up(states: Sequence[GroupState], plan: ExchangePlan) -> None:
     """Before a call that is not compared, skip the calls of other ranks that this rank ran uncompiled. Does not wait:
     it skips only calls that a rank has published."""
     for state in states:
-        # A rank without collectives between its calls ran nothing uncompiled.
+        # If this rank ran no collective between its two newest calls, it ran none of the others' calls uncompiled.
         while state.between and (found := _earlier(state, plan, peers(state.group))):
             skip(state, plan, found)
 

@@ -8,8 +8,9 @@ sees in about a microsecond whether all others run the same plan. (The store tak
 
     page[call % CALLS][number][rank]    one entry of ENTRY bytes, written by that rank alone
     number 0                            the rank's value for the call
-    number 1 .. MOST_ROUNDS             its verdicts, one for each round of a comparison (``agreement``);
-                                        those of further rounds go through the store
+    number 1 .. MOST_ROUNDS             its verdicts. In each round of a comparison, a rank publishes a
+                                        verdict and reads the others' verdicts (``agreement``). Verdicts of
+                                        further rounds go through the store
     entry                               CRC-32 of the rest, call, length of the text, text
 
 Memory ordering: a reader accepts an entry only if its checksum fits. So an entry that is half written, or whose stores

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells waiting ranks that this rank is inside a collective that it issued outside of graphs.
+"""Tells waiting ranks that this rank is inside a collective, which it issued outside of graphs or in a graph's call.
 
 If a rank runs a frame uncompiled while its peers overlap the frame's graph, the ranks wait for each other::
 
@@ -10,12 +10,13 @@ So each process has a watching thread. For each group (``call_state``), the watc
 *calling thread*, which made the newest call of a graph with the group's collectives. The watching thread makes a report
 if two looks in a row find the calling thread inside one collective:
 
-* Outside of graphs, it reports the *place* that the rank has reached: how many collectives of the group it has issued
-  (``call_place``). The report is a promise: this rank joins no call that begins before this place. A rank that waits
-  in such a call runs its plain program. The reporting rank skips the call (``call_board.skip``).
-* In a call, it reports the call's number. Another rank may have skipped this call because, by its own counts, it had
-  run the call's collectives uncompiled. If it had run them, this rank would no longer be inside one of them. So the
-  report shows that the skip was wrong.
+* If the collective was issued outside of graphs, the report names the *place* that this rank has reached. The place is
+  the number of the group's collectives that this rank has issued (``call_place``). The report is a promise: this rank
+  joins no call that begins before this place. A rank that waits in such a call runs its plain program. The reporting
+  rank skips the call (``call_board.skip``).
+* If the collective belongs to a call, the report names the call's number. Another rank may have skipped this call
+  because, by its own counts, that rank had run the call's collectives uncompiled. If that rank had run them, this rank
+  would no longer be inside one of them. So the report shows that the skip was wrong.
 
 Reports go to the group's store. One lock is held while a report is made, and while a call is counted. So once a rank
 has counted a call, it reports nothing from before the call.

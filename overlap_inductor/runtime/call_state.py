@@ -46,8 +46,8 @@ class GroupState:
         unasked: digests of agreed plans that all ranks run without comparing again.
         parts: digests of the plans of subgraphs, which are parts of agreed plans.
         overlapped: for each agreed plan, its collectives.
-        told: digests of plans whose text this rank has published. Also ``here`` if this rank has published that it
-            compiles with overlap on (``call_board.announce``).
+        told: digests of plans whose text this rank has published. The word ``"here"`` is also in the set, if this
+            rank has published that it compiles with overlap on (``call_board.announce``).
         reported: the differences that were logged, as tuples of digests, or ``("uncompiled",)``.
         newest: the plan that was agreed upon last.
         apart: why overlap is disabled for the group; ``""`` if it is not.

@@ -2,8 +2,9 @@
 """``CallStore``: values and verdicts of a group's calls in the group's store. The docstring of
 ``call_board`` lists the keys.
 
-A rank's *value* of a call names the rank's plan and the call's place: how many of the group's collectives the rank has
-issued before the call. A *verdict* says whether anything is against running the call with overlap.
+A *call* is one run of a graph that holds a collective of the group. A rank's *value* of a call names the rank's plan
+and the call's place: how many of the group's collectives the rank has issued before the call. A *verdict* says whether
+anything is against running the call with overlap.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     """A new stream of ``device``, which must be the current device. The stream is never destroyed. ``priority``: -1 is
     higher than 0. Raises ``RuntimeError`` if the driver refuses.
 
-    ``torch.cuda.Stream`` returns one of 32 streams in turn. Two users of one stream would wait for each other.
+    ``torch.cuda.Stream`` returns the same 32 streams again and again. Two users of one stream would wait for each
+    other.
     """
     # Makes the device's context current on this thread, and is allowed in a capture.
     torch.cuda.is_current_stream_capturing()
@@ -170,8 +171,8 @@ class Graph:
 
     def __init__(self, start: Callable[[], None], stream: int) -> None:
         """``stream``: number of the current stream, which must not be the default stream. Raises what ``start`` raises,
-        or ``RuntimeError`` if the driver refuses. If an error in ``start`` has also invalidated the capture, this error
-        is the context of the ``RuntimeError``."""
+        or ``RuntimeError`` if the driver refuses. If the error of ``start``
+        has invalidated the capture, a ``RuntimeError`` is raised, and its context is the error of ``start``."""
         graph, made = ctypes.c_void_p(), ctypes.c_void_p()
         _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, THREAD_LOCAL)
         try:

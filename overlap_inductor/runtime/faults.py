@@ -180,7 +180,7 @@ class FaultRecord:
             return
         try:
             with torch.cuda.device(device):
-                # Makes the device's context current on this thread.
+                # This call makes the device's context current on this thread.
                 torch.cuda.is_current_stream_capturing()
                 for address in addresses:
                     copy(address, self.board.one, 4, abort_stream(device).cuda_stream)

@@ -45,7 +45,8 @@ class Owner:
     Attributes:
         device: the thing's device; ``None`` if a group has one thing of the kind for all devices.
         incarnation: number of earlier groups of this name for which this process made a thing of this kind (on this
-            device). Keys in the store hold it, so that no group uses the keys of an earlier group.
+            device). Keys in the group's store (``torch.distributed``) hold it, so that no group uses the keys of an
+            earlier group.
     """
 
     group: dist.ProcessGroup

@@ -82,7 +82,8 @@ class AttentionNodes(SiteNodes):
         return self.attention.sizes[1]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The two matmuls of attention as one. The scores contract a key's width, and the output contracts the keys."""
+        """One matmul that does as many multiplications as the two matmuls of attention. The scores need ``width``
+        multiplications for each query and key, and the output needs ``columns``."""
         batch, queries, keys, width, columns = self.attention.sizes
         causal = self.attention.is_causal
         return [MatmulSizes(batch, queries, width + columns, keys, own="M", causal=causal)]
@@ -132,7 +133,8 @@ class AttentionNodes(SiteNodes):
         return {*ends, *self.between(), self.attention.node, *self.attention.results()}
 
     def read_in_place(self) -> bool:
-        # Views of the earlier gather may stand before the later gather. The steps are written before these views.
+        # A view of the earlier gather may stand before the later gather. It then moves down to the later gather, and
+        # the steps are written before the view.
         return True
 
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:

@@ -64,7 +64,8 @@ class DispatchedNodes(SiteNodes):
 
     @property
     def splits(self) -> Splits:
-        """The parts of the first exchange. The second one returns them."""
+        """How many rows this rank sends to and receives from each rank in the first exchange. The second exchange
+        returns the received rows."""
         return Splits.of(self.dispatch.node)
 
     @property

@@ -113,7 +113,7 @@ class GatherNodes(SiteNodes):
         return tools.shape(first.operand_node)[first.sharded.dim]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """``own`` is the N or M of the operand that is not gathered. This operand may be an uneven shard."""
+        """``own`` names the dim N or M of the operand that is not gathered. This operand may be an uneven shard."""
         return [
             MatmulSizes(
                 tools.shape(c.matmul.lhs)[:-2],

@@ -6,7 +6,7 @@ A mixture of experts sorts its ``(token, expert)`` pairs by expert, and an index
 
     x    = row_steps(...)                                                # the experts' first matmul, an activation
     y    = _grouped_mm(x, w, ends)                                       # rows in the experts' order
-    rows = pointwise(y, shares, ...)                                     # for example a mask
+    rows = pointwise(y, ...)                                             # for example a mask
     out  = reshape(index(rows, [places]), [tokens, experts_a_token, N])  # row i of out is row places[i] of rows
 
 A part of ``out`` needs only the rows of ``x`` at its places. If a part's places are sorted, its rows of ``x`` are in

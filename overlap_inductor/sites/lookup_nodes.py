@@ -160,7 +160,8 @@ class GradientNodes(TableNodes):
     last_first: bool
 
     def matmul_sizes(self) -> list[MatmulSizes]:
-        """The sizes of each gradient. ``own`` is M, because ranks' tables may differ in rows."""
+        """The sizes of each gradient. ``MatmulSizes.own`` is M, because the tables of different ranks may have
+        different numbers of rows."""
         return [MatmulSizes([], m.table_rows, tools.shape(m.rhs)[-1], 0, "M", _returned(m)) for m in self.lookups]
 
     def others(self) -> list[fx.Node]:

@@ -42,8 +42,8 @@ _GRADIENTS: dict[Any, tuple[str, str, str]] = {
 
 @dataclass(frozen=True)
 class LookupNode(MatmulNode):
-    """A lookup or a gradient of a table. ``dense``, ``selected``: the names of the arguments that hold the table or
-    gradient, and the indices."""
+    """A lookup or a gradient of a table. ``dense``: the name of the argument that holds the table or the gradient.
+    ``selected``: the name of the argument that holds the indices."""
 
     dense: str
     selected: str

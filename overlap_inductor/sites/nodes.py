@@ -110,7 +110,7 @@ class SiteNodes(ABC):
     def tokens(self) -> Size:
         """The token count, an int or a symbolic size:
 
-        - the number of rows of the matmuls' result;
+        - in all cases but those below: the number of rows of the matmuls' result;
         - after a gather: the size of the gathered dim;
         - for attention: the number of queries;
         - after an uneven all-to-all: the number of rows that this rank sends;
@@ -147,7 +147,7 @@ class SiteNodes(ABC):
     @abstractmethod
     def read_in_place(self) -> bool:
         """Whether nodes outside the site may read a node between the collectives and the site's results. If so, the
-        steps are written before the nodes of ``Placement.sunk``."""
+        steps are written before the nodes that are moved down (``Placement.sunk``)."""
 
     @abstractmethod
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
@@ -160,8 +160,8 @@ class SiteNodes(ABC):
 
     @abstractmethod
     def cut(self) -> tuple[list[Size], str] | None:
-        """``(sizes, words)`` of the dims that are cut for the transfer (``ExchangeTerms.cut``), equal on all ranks.
-        ``None`` if the cut depends on the schedule."""
+        """``(sizes of the dims that are cut for the transfer, text that follows the sizes in the ranks' plans)``, equal
+        on all ranks (``ExchangeTerms.cut``). ``None`` if the cut depends on the schedule."""
 
     @abstractmethod
     def order_sent(self) -> tuple[Layout, Layout] | None:

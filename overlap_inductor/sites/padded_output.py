@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handle the padding of an output that is gathered. A rank with a smaller shard of the output appends zeros to it.
+"""Handle the padding of an output that is gathered. A rank with a smaller shard than other ranks
+appends zeros to its shard.
 
 Missing columns are appended to each piece before it is sent. Missing rows are appended to the matmul's operand instead.
 For missing columns::

@@ -7,7 +7,8 @@ rank and expert. ``f`` reorders these numbers by views and permutations::
     segment = repeat_interleave(f(v))                       # for each row, the number of its run of rows
     index   = f(cumsum(v) - v)[segment] + arange(rows) - (cumsum(f(v)) - f(v))[segment]
 
-Run ``i`` of the result is the run of the source that ``f`` moves to place ``i``. So the result has each run once.
+Let ``y = x[index]``. Run ``i`` of ``y`` is the run of ``x`` that ``f`` moves to place ``i``. So ``y`` has each run of
+``x`` once, and ``index`` holds each index once.
 
 The backward graph gets the index as an input. So the pass on the joint graph records its proof in the index's metadata.
 The partitioner copies the metadata to both graphs.

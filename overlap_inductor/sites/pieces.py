@@ -75,7 +75,8 @@ def behind_copies(node: Any) -> Any:
 
 def appended_to(node: fx.Node) -> tuple[fx.Node, int] | None:
     """``(x, dim)`` if ``node`` is ``x`` with zeros appended along ``dim``, else ``None``. ``node`` is a padding, or a
-    ``cat`` whose last pieces are padded (DTensor's uneven shards). Sizes must be ints."""
+    ``cat`` whose last pieces are padded (DTensor's uneven shards). If a size along ``dim`` is symbolic, the result is
+    ``None``."""
     if node.target is aten.constant_pad_nd.default:
         found = padded(node)
         return found if found is not None and isinstance(tools.shape(found[0])[found[1]], int) else None

@@ -21,8 +21,8 @@ from overlap_inductor.torch_compat import operators
 
 @dataclass(frozen=True)
 class Operands:
-    """``program``, and the tensors that it reads besides ``given`` (``operands_of``). A tensor in ``rows`` has one row
-    for each row of ``given``. A tensor in ``whole`` serves all rows."""
+    """``program``, and the tensors that it reads besides the argument ``given`` of ``operands_of``. A tensor in
+    ``rows`` has one row for each row of ``given``. A tensor in ``whole`` serves all rows."""
 
     program: RowProgram
     rows: list[fx.Node]

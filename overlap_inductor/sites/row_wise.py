@@ -60,7 +60,7 @@ class RowWise:
 
 
 def may_be(node: fx.Node) -> bool:
-    """Whether ``result`` knows the op of ``node``."""
+    """Whether the function ``result`` has a rule for the op of ``node``."""
     known = REDUCTIONS | ALONG | CUTS | {aten.slice.Tensor, aten.select.int, aten.cat.default}
     element = getattr(node.target, "__name__", "") == "getitem"
     return node.target in known or element or (tools.is_pointwise(node) and not operators.is_mutable(node))

@@ -77,8 +77,8 @@ def has_example(site: OverlapSite) -> bool:
 
 
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
-    """FLOPs, bytes and tiles of the site at ``scale`` times its example token count. The FLOPs are those of the matmuls
-    alone."""
+    """FLOPs, bytes and tiles of the site at ``scale`` times its example token count. Only the FLOPs of matmuls are
+    counted."""
     flops, skipped, tiles = 0.0, 0.0, 0
     sizes = site.nodes.matmul_sizes()
     for matmul in sizes:
@@ -140,7 +140,7 @@ def moved_by(collective: CollectiveNode) -> cost_model.SiteSizes:
 
 
 def _sends_to_one_rank(collective: CollectiveNode) -> bool:
-    """Whether an all-to-all is a permutation: all parts but one are known to be empty."""
+    """Whether this rank sends to one rank only, in an all-to-all: all parts but one are known to be empty."""
     parts = operators.argument(collective.node, "input_split_sizes") if collective.kind == "all_to_all" else None
     return isinstance(parts, list | tuple) and len(parts) > 1 and sum(part != 0 for part in parts) == 1
 

@@ -25,7 +25,7 @@ overlap = torch.ops.overlap_inductor
 
 @dataclass
 class StepEmitter:
-    """Writes nodes at the graph's insertion point. Every node gets its ``meta["val"]`` at once.
+    """Writes nodes at the graph's insertion point. Every node gets its ``meta["val"]`` as soon as it is written.
 
     Attributes:
         site: the site's id.

@@ -2,9 +2,10 @@
 """Entry point of the group ``torch.backends``, which ``import torch`` calls at its end.
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` prevents the call.
 
-An exception here would break ``import torch`` for everybody. So the entry point only reads two variables. If one of
-them asks for something, the entry point leaves a hook for the import of a module of Inductor. For
-``OVERLAP_INDUCTOR``, it also registers the name of the log. The first compile checks the variables' values.
+An exception here would break ``import torch`` for everybody. So the entry point only reads the variables
+``OVERLAP_INDUCTOR`` and ``OVERLAP_INDUCTOR_DUMP``. If one of them asks for something, the entry point leaves a hook for
+the import of a module of Inductor. For ``OVERLAP_INDUCTOR``, it also registers the name of the log. The first
+compile checks the variables' values.
 """
 
 from __future__ import annotations

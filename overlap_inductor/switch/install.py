@@ -126,7 +126,7 @@ def overlap(**fields: Any) -> Iterator[OverlapConfig]:
 
 def enable_from_environment() -> None:
     """``enable()`` for the autoload entry point: the first compile reads the variables. If this torch is not supported,
-    it only logs a warning."""
+    this function only logs a warning."""
     reason = unsupported_reason()
     if reason:
         log.warning("OVERLAP_INDUCTOR is set, but %s", reason)
@@ -184,8 +184,8 @@ def _warn_about_compiled() -> None:
 
 
 def _apply() -> None:
-    """Put the pass into the slots or take it out, and wrap Inductor's functions. Each of these steps waits until the
-    module that the step changes is imported."""
+    """Put the pass into the slots or take it out, and wrap Inductor's functions. Each step changes a
+    module of Inductor. If the module is imported already, the step runs now; else it runs right after the import."""
     _cancel_waiting()
     if not _wanted() and not _switch.applied:
         return

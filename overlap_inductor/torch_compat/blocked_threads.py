@@ -18,7 +18,7 @@ _NOT_OF_ALL_RANKS = {"monitored_barrier", "send", "recv", "isend", "irecv", "bat
 def in_collective(thread: int) -> bool:
     """Whether the thread ``thread`` (``threading.get_ident``) is inside a collective: an op of a ``c10d`` namespace, or
     a function of ``distributed_c10d``. Functions that send or receive, and ``monitored_barrier``, are no collectives
-    here. Gloo counts what they send and receive, too, so gloo's count may differ between ranks."""
+    here, because gloo also counts their sends and receives. The number of these may differ between ranks."""
     frame = sys._current_frames().get(thread)
     for _ in range(_FRAMES):
         if frame is None:

@@ -36,8 +36,8 @@ def nested_region(graph: fx.Graph) -> str | None:
 
 
 def is_parameter(node: fx.Node) -> bool | None:
-    """Whether a placeholder of the graph being compiled has a static address: a parameter or buffer, or an inner tensor
-    of one, for example. ``None`` if this is unknown (without Dynamo, for example).
+    """Whether a placeholder of the graph being compiled has a static address. Parameters, buffers and their inner
+    tensors have one, for example. ``None`` if this is unknown (without Dynamo, for example).
 
     AOTAutograd lists the positions of such inputs among the forward's inputs. The name ``primals_N`` of an input
     contains its position in the forward, counted from 1."""

@@ -54,8 +54,8 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def with_arguments(node: fx.Node, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of ``node``, positional and by keyword, with ``values`` in place of the arguments of these
-    names."""
+    """The arguments of ``node``, positional and by keyword. An argument whose name is a key of ``values`` gets the
+    value of this key."""
     op = operator(node)
     names = [a.name for a in op._schema.arguments][: len(node.args)] if op is not None else []
     args = tuple(values.get(name, given) for name, given in zip(names, node.args, strict=True))

@@ -5,7 +5,7 @@ Host time of a launch, for a kernel with 50 arguments and four tensor maps:
 
 - ``kernel[grid](...)``: 75 us. It examines every argument and encodes every tensor map.
 - ``compiled[grid](...)``: 32 us. The documented way, for versions of Triton that ``_DIRECT`` does not list.
-- The C launcher: 8 us. For versions in ``_DIRECT``, because its interface differs between versions.
+- The C launcher: 8 us. Used only for the versions in ``_DIRECT``, because its interface differs between versions.
 
 From launch to launch, arguments may change only in their addresses. The tensor map of each address is remembered.
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from overlap_inductor.transports.transport import WholeCollectives
 
 SIZES = tuple(2**power for power in range(17, 27))
-"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. On NVLink, all ten take milliseconds."""
+"""Bytes of the collectives that are timed for a curve: 128 KiB to 64 MiB. On NVLink, all ten together take
+milliseconds."""
 REPEATS = 3
 
 

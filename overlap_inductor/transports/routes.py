@@ -9,8 +9,8 @@ route          hops     links   what moves                                      
 =============  =======  ======  ================================================  ===================================
 ring           (W-1) S  1       own shard first; what came from r-1 goes to r+1   CommFuse (arXiv 2604.24013) Alg. 1
 bidirectional  W//2 S   2 [1]_  as ``ring``, half of the shards each way          XLA windowed einsum (ASPLOS'23)
-owner          (W-1) S  1       partial for rank r+1+i, straight there            CommFuse Fig. 8b
-travel         (W-1) S  1       accumulator of slice r-1-i, to r+1                CommFuse Alg. 2
+owner          (W-1) S  1       partial sum for rank r+1+i, straight there        CommFuse Fig. 8b
+travel         (W-1) S  1       sum so far for rank r-1-i, to r+1                 CommFuse Alg. 2
 broadcast      S        W-1     own piece j to every other rank                   direct all-gather
 direct         (W-1) S  1       slice for rank r+1+i, straight there; each slice  CommFuse sections 1.5, 1.6
                                 received has its own slot
@@ -29,8 +29,8 @@ ROUTES = ("ring", "bidirectional", "owner", "travel", "broadcast", "direct")
 
 @dataclass(frozen=True)
 class Move:
-    """A piece that moves over one link. ``slot`` and ``part`` are its place in the buffer; ``peer`` is a rank of the
-    group."""
+    """A piece that moves over one link. ``slot`` and ``part`` are its place in the receiver's buffer. ``peer``: the
+    other rank of the link, as a rank of the group."""
 
     slot: int
     part: int

@@ -4,7 +4,7 @@ Ulysses attention).
 
 The left operand's columns are the slices of all ranks, side by side. The rows are cut into bands::
 
-    send band 0, 1, ... of each peer's slice                       # beside the matmuls
+    send band 0, 1, ... of the slice for each peer                 # beside the matmuls
     operand[:, own slice] = own slice
     for each band: wait; operand[band, other slices] = arrived; y[band] = operand[band] @ b + bias
 

@@ -23,7 +23,8 @@ class ChunkedCost:
     """Constants of vendor matmuls on chunks.
 
     Attributes:
-        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``.
+        exposed: exposed fraction of the shorter of matmul and transfer, for each index that ``cost_model.kind_of``
+            returns.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks / exchange_ranks: largest group measured, and largest group measured with all-to-alls.
         copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs (2 H200s).
@@ -61,8 +62,8 @@ COST = ChunkedCost()
 
 def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> float:
     """Exposed seconds of the copy of the gathered tensor during the last chunk's matmul. This is the larger of two
-    times: what the copy costs the matmul, and what the matmul does not hide. The chunk is assumed to have a quarter of
-    all rows, or one shard in a group of more than 4 ranks."""
+    times: the time that the copy adds to the matmul, and the time of the copy that the matmul does not hide. The
+    chunk is assumed to have a quarter of all rows, or one shard in a group of more than 4 ranks."""
     copy = copy_seconds(sizes, machine)
     return max(COST.copy_exposed * copy, copy - matmul / max(4, sizes.world_size))
 

@@ -44,7 +44,8 @@ class _Sent:
     """A prepared call.
 
     Attributes:
-        chunks: for each chunk, the ranges of rows to multiply, and the function that sends the rows of other ranks.
+        chunks: for each chunk, the ranges of rows to multiply, and the function that sends the chunk's
+            rows for other ranks.
         own: range of this rank's own slice; ``None`` if a chunk contains it.
         receive: copies the other ranks' slices into the product when they have arrived.
     """

@@ -3,8 +3,9 @@
 current stream, while a transport moves rows on the side stream. A replayed call is one CUDA graph (``runtime.replay``).
 
 Loading. The first call with operands of a shape prepares every Triton kernel. A vendor's matmul is loaded at its first
-launch, and loading waits for all earlier work on this rank. This cannot deadlock: earlier work waits only for what
-the ranks have launched before, never for something that a rank launches later (``kernels.transfer``).
+launch, and loading waits for all earlier work on this rank. This wait cannot deadlock, because all ranks launch the
+steps in one order (``kernels.transfer``). The earlier work waits only for work that each rank launches before this
+matmul.
 
 Order of rows. This rank's own rows come first, then the other ranks' rows in rank order, from the next rank on. This is
 the order in which they arrive. A chunk is a run of these rows (``chunked.sizes``). If it wraps around the end of the

@@ -151,8 +151,8 @@ def fitted(
             # One band: the second leg waits for the last transfer of the first leg. The last chunk is the smallest, so
             # that this transfer is short.
             sizes = tuple(sorted(sizes, reverse=True)) if len(sizes) > 1 else even_sizes(world_size - 1, 2)
-            # Several bands: the previous band is summed after the first chunk's matmul. The first chunk is the
-            # smallest, so that the previous band is summed early.
+            # Several bands: a band is summed after the matmul of the next band's first chunk. This chunk is the
+            # smallest, so that the band is summed early.
             sizes = sizes if bands == 1 else sizes[::-1]
     if sizes and sum(sizes) != world_size - 1:
         raise UnsupportedError(f"chunks of {list(sizes)} shards do not add up to the shards of {world_size - 1} peers")

@@ -82,11 +82,11 @@ class _Band:
 def matmul_reduce_scatter(
     a: torch.Tensor, matmul: VendorMatmul, launch: Launch, parameters: ChunkedParameters, average: bool = False
 ) -> torch.Tensor:
-    """``reduce_scatter(a @ b + bias)`` of rows. Added products of ``matmul`` are part of the sum.
+    """``reduce_scatter(a @ b + bias)`` of rows. The sum includes the further products in ``matmul.added``.
 
     Args:
         a: ``[world_size * rows, K]``, fp16 or bf16 (fp8 with scales).
-        matmul: the right operand ``[K, N]``, with its bias, scales and added products.
+        matmul: the right operand ``[K, N]``, with its bias and scales, and further products (``matmul.added``).
         average: divide the sum by the number of ranks.
 
     Returns:

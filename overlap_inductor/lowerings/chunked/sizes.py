@@ -6,8 +6,9 @@ Time is counted in matmuls of one shard; ``ratio`` is the time of a shard's tran
 and so do matmuls. The own shard is multiplied first in a gather, last in a scatter.
 
 * Gather: a chunk has all shards that arrive while the own shard and earlier chunks are multiplied, but at least one.
-* Scatter, from the last chunk to the first: a chunk is as large as possible, but its transfer must end before the next
-  transfer has to begin. Then the sizes are evened out, if the last transfer still ends in time.
+* Scatter, from the last chunk to the first: a chunk is as large as possible. The last chunk's transfer must end before
+  the own shard's matmul ends. An earlier chunk's transfer must end before the next transfer has to begin. Then the
+  sizes are evened out, if the last transfer still ends before the own shard's matmul ends.
 * ``ratio > 1``: the link is the bottleneck, and a few even chunks keep it busy.
 
 These rules are our own. Measurements: ``bench/results/mirrored.jsonl``.
@@ -22,8 +23,8 @@ FEW_CHUNKS = 3
 is too small (smallest chunk first)."""
 LATE = 0.35
 """Safety margin, in matmuls of one shard. A gathered shard must arrive this much before its chunk begins. If a
-scatter has a single chunk, the chunk's transfer must end this much before the own shard's matmul ends. Otherwise, the
-chunk becomes two."""
+scatter has a single chunk, the chunk's transfer must end this much before the own shard's matmul ends. If the transfer
+ends later, the chunk becomes two."""
 FLOPS_A_BYTE = 2300
 """FLOPs (bf16) that an H200 computes while it sends one byte. It computes 620 TFLOP/s. It sends a piece in 5 us plus
 the time of the piece's bytes at 379 GB/s. The number is for pieces of about 4.7 MB."""

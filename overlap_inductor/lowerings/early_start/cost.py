@@ -16,8 +16,9 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine, margin: float) -> bool:
-    """Whether the schedule is estimated to be more than ``margin`` times as fast as ``keep``. In a causal ring, ranks
-    may have different blocks but must decide alike. So ``pays`` also counts keys that a causal mask excludes."""
+    """Whether the schedule is estimated to be more than ``margin`` times as fast as ``keep``. In ring attention
+    with a causal mask, the number of excluded keys may differ between ranks, but all ranks must decide alike. So
+    ``pays`` also counts keys that a causal mask excludes."""
     attention = matmul_seconds(sizes, machine)
     return _overlapped(attention, sizes, machine) * margin < attention + collective_seconds(sizes, machine)
 

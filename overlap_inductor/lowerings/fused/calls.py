@@ -2,8 +2,9 @@
 """Schedule ``fused`` launches one persistent kernel for each site, on the current stream. If a transport copies the
 shard, further launches come with the kernel (``received``).
 
-The first call with operands of some shapes and strides prepares the launches. Later calls with such operands only make
-the launches, as one CUDA graph if the call is replayed (``runtime.replay``). No call waits for the device.
+The first call with new shapes or strides of the operands prepares the launches. Later calls with these shapes and
+strides only make the launches, as one CUDA graph if the call is replayed (``runtime.replay``). No call waits for the
+device.
 """
 
 from __future__ import annotations

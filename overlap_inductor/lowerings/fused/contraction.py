@@ -40,6 +40,7 @@ def contracted_all_to_all_matmul(
     keep: bool = False,
 ) -> torch.Tensor:
     """``bias`` plus the sum of ``received[s] @ b[s]`` over all source ranks ``s``, where ``received = all_to_all(a)``.
+    ``received[s]`` is the shard from rank ``s``, and ``b[s]`` the rows of ``b`` for this shard.
 
     Args:
         a: ``[world_size * rows, k]``, a shard for each rank, fp16 or bf16, contiguous and aligned to 16 bytes.

@@ -44,7 +44,7 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
     - the longer of matmul and transfers
     - an exposed fraction of the shorter one
-    - the copy of the gathered tensor, if that tensor is used
+    - the copy of the gathered tensor, if other nodes than the matmuls read that tensor
     - the copy of what an all-to-all after the matmul delivers
     - a fixed cost for each leg
     """

@@ -30,7 +30,8 @@ from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.call_arguments import call_arguments
 
 COPY_WORDS = 8192
-"""int32 words that a pushing block stores at once."""
+"""int32 words that a block pushes at once. To *push* is to store a piece of this rank's shard into a peer's
+workspace."""
 
 
 WEIGHT = ("b{}_desc", "c{}_desc", "c{}", "bias{}")

@@ -34,15 +34,16 @@ class FusedParameters:
     Attributes:
         blocks: blocks of the grid, ideally the number of SMs.
         copies_from: a transport of ``copiers`` sends a shard of at least this many bytes, and SMs send a smaller one
-            (``GATHERS``).
+            (patterns of ``GATHERS``).
         copier: name of that transport; empty for the first of ``copiers``.
         parts: largest number of bands of a shard. 0: the number of ranks.
         parts_from: if the whole matmul has fewer rows, a shard is one band.
-        pieces: pieces in which a band is pushed (``GATHERS``).
+        pieces: number of pieces in which a band is pushed (patterns of ``GATHERS``).
         pushers: blocks that push. 0 (all-reduce): ``push_inner`` decides.
         push_inner: K for which one block pushes as fast as all others multiply (all-reduce).
         unit: neighbouring tiles that are pushed at once (all-reduce).
-        slices: slices along K in which a shard is pushed (``GATHERS``). A tile waits for them one by one.
+        slices: number of slices along K in which a shard is pushed (patterns of ``GATHERS``). A tile waits for the
+            slices one by one.
         slices_tiles: with more tiles than this, a shard has fewer slices (``slices_of``). All ranks need the same
             number of slices, so this limit is in the plan.
         slices_pushers: blocks that push the slices.
@@ -157,8 +158,8 @@ def parameters_of(settings: str, blocks: int) -> FusedParameters:
 def slices_of(world_size: int, shard: torch.Tensor, rhs: Sequence[torch.Tensor], parameters: FusedParameters) -> int:
     """The number of slices along K in which ``shard [rows, K]`` is pushed. ``rhs``: the gather's weights ``[K, N]``.
 
-    If there are more than ``slices_tiles`` tiles, fewer slices suffice: the SMs can multiply tiles of arrived shards. A
-    shard that ``copiers`` send is not sliced.
+    If there are more than ``slices_tiles`` tiles, fewer slices suffice: while a shard is on its way, the SMs can
+    multiply tiles of the shards that have arrived. A shard that ``copiers`` send is not sliced.
     """
     if shard.nbytes >= parameters.copies_from:
         return 1
@@ -190,7 +191,7 @@ def needed(
 ) -> tuple[int, int]:
     """``(bytes, signals)`` of a call's slot (its part of the workspace). ``rows``: rows of a shard; ``inner``,
     ``columns``: K and N; ``itemsize``: bytes of a sent element."""
-    # A call with fewer rows never needs more.
+    # What is enough for ``rows`` rows is also enough for a call with fewer rows.
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern in EXCHANGES:
         # If slices of K or of columns are exchanged, a shard may have more rows than ``rows``. So ``parts`` is the

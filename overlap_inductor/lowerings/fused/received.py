@@ -38,8 +38,8 @@ class Received(NamedTuple):
         a: what is sent: ``own`` in an all-gather, a shard for each rank in an all-to-all (``[world_size * rows, K]``).
         own: the shard ``[rows, K]`` that this rank multiplies itself.
         rhs, biases, results: for each weight the right operand, ``[N]`` or ``None``, and the tensor to write.
-        keep: the kernel does not end the call. The tensor that function ``gathered`` returns may be read on the same
-            stream until ``calls.end`` is called.
+        keep: True if the kernel does not end the call. Then the tensor that function ``gathered`` returns may be read
+            on the same stream until ``lowerings.fused.calls.end`` is called.
         banded: copies send a shard in bands (``parameters.band_rows``), not as a whole.
     """
 

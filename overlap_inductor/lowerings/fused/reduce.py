@@ -59,7 +59,8 @@ def _arguments(
     tail: Tail,
     by_columns: bool = False,
 ) -> _Arguments:
-    """``by_columns``: the shards are columns of the product, not rows. Raises ``UnsupportedError``."""
+    """``by_columns``: the shards are columns of the product, not rows. Raises ``UnsupportedError`` if the kernel does
+    not support its operands or the group's size, or if ``launch.slot`` is too small."""
     world_size, slot, (all_rows, inner), columns = launch.world_size, launch.slot, a.shape, b.shape[1]
     if by_columns:
         all_rows, columns = all_rows * world_size, columns // world_size
@@ -148,8 +149,8 @@ def prepare_all_to_all(
     bias: torch.Tensor | None,
     by_columns: bool,
 ) -> Callable[..., None]:
-    """As ``prepare_reduce_scatter``, but without a tail, and ``out [world_size * rows, N]``. With ``by_columns``,
-    ``a [rows, K]`` and ``b [K, world_size * N]``."""
+    """As ``prepare_reduce_scatter``, but without a tail, and with ``out [world_size * rows, N]``. If ``by_columns``,
+    the shapes of the operands are ``a [rows, K]`` and ``b [K, world_size * N]``."""
     world_size = launch.world_size
     cut, what = (b.shape[1], "columns") if by_columns else (a.shape[0], "rows")
     if cut % world_size:
@@ -177,8 +178,8 @@ def prepare_all_reduce(
     average: bool,
     tail: Tail,
 ) -> Callable[..., None]:
-    """As ``prepare_reduce_scatter``, but with ``(a, b, product, out, bias)``: ``a [M, K]``, ``product [product_rows,
-    N]``, ``out [M, N]``."""
+    """As ``prepare_reduce_scatter``, but the returned function takes ``(a, b, product, out, bias)`` and
+    ``tail.operands``. The shapes are ``a [M, K]``, ``b [K, N]``, ``product [product_rows, N]`` and ``out [M, N]``."""
     found = _arguments(matmul_all_reduce, "matmul_all_reduce", a, b, out, launch, p, bias, average, tail)
     if (tiles := len(product) // p.block_m * -(-b.shape[1] // p.block_n)) > launch.slot.tiles.numel():
         words = launch.slot.tiles.numel()
@@ -200,5 +201,6 @@ def prepare_all_reduce(
 
 
 def product_rows(rows: int, world_size: int, p: FusedParameters) -> int:
-    """Rows of the tensor that an all-reduce's blocks send from: each shard's ``rows``, rounded up to whole tiles."""
+    """Number of rows of the tensor from which an all-reduce's blocks send. Each of its ``world_size`` shards has
+    ``rows`` rows, rounded up to whole tiles."""
     return world_size * -(-rows // p.block_m) * p.block_m

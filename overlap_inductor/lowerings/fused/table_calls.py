@@ -123,7 +123,7 @@ def look_up(
 
     Args:
         saved: two tensors for each table, filled for the backward graph: the bag of each index, and each bag's number
-            of rows without the padding index. A tensor without elements is not filled.
+            of indices that are not the padding index. A tensor without elements is not filled.
 
     Raises:
         UnsupportedError: the kernel does not support a tensor, or the slot is too small.

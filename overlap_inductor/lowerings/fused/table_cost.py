@@ -31,7 +31,7 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
     - the copy of the received results: it reads, and writes, as many bytes as this rank sends
     - a fixed cost
 
-    ``sizes.memory`` is what the lookups read and write.
+    ``sizes.memory`` is the number of bytes that the lookups read and write.
     """
     lookups, wire = sizes.memory / machine.memory_bytes, sizes.bytes_sent / machine.link_bytes
     copy = 2 * sizes.bytes_sent / machine.memory_bytes

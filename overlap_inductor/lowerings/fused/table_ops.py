@@ -88,7 +88,8 @@ def _sent(pooled: Sequence[torch.Tensor], world_size: int, rows_first: bool) -> 
 def _ready(
     tables: Tensors, bags: int, settings: str, group: dist.ProcessGroup, site: str
 ) -> tuple[Launch, TableParameters] | None:
-    """Where and how the site's kernel runs, or ``None`` if this call does not run it."""
+    """``(launch, parameters)`` for the site's kernel; ``None`` if the site has no workspace, or too little for
+    this call."""
     like, place = tables[0], workspace_of(group, tables[0].device)
     sizes = group.size(), len(tables), bags // group.size(), like.shape[1], like.element_size()
 

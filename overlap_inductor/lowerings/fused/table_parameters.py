@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters, limits and workspace of the fused lookup kernel. This module does not import Triton."""
+"""Parameters, limits and workspace of the fused lookup kernel. A *bag* is a list of indices; their rows in one table
+give one result. This module does not import Triton."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_WIDTH = 1024
 """Largest number of elements of a row. Each of a block's 128 threads then holds 8 sums for each bag."""
 MOST_RANKS = 1024
-"""Largest group: a slot, a call's part of the workspace, has a flag for each source and a counter for each receiver."""
+"""Largest group that the kernel accepts. For each rank of the group, a call needs flags and a counter."""
 PIECES_A_BLOCK = 8
 """Pieces that a block claims on average, if there are enough bags. If blocks claimed fewer pieces, some blocks would
 end long before others."""

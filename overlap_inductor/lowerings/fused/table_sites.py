@@ -8,7 +8,7 @@
     ->  results, token = fused_embedding_all_to_all(token, [w0, w1], [i0, i1], [o0, o1], ...)
         y = reshape(results[0]); b0[1], b0[2], b0[3], b1[1] ... = results[1 :]
 
-The other results of ``_embedding_bag`` are computed only if the backward graph reads them.
+Results 1 to 3 of each ``_embedding_bag`` are computed only if the graph reads one of them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def _last_offset(lookup: LookupNode) -> bool:
 
 
 def _why_not_read(nodes: PooledNodes, lookup: LookupNode, part: fx.Node) -> str | None:
-    """Why the results of ``lookup`` cannot be left to the kernel, which stores only what is sent and saved."""
+    """Why the results of ``lookup`` cannot be left to the kernel; ``None`` if they can. The kernel stores only what is
+    sent and, of ``_embedding_bag``, results 1 to 3. ``part``: the tensor of this table that is sent."""
     result = behind_reshapes(part)
     if result is not (_results(lookup).get(0) if lookup.is_tuple else lookup.node):
         return f"{result.name} ({result.target}) is computed between a lookup and the exchange"

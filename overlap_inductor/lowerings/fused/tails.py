@@ -36,7 +36,7 @@ def tails_of(site: OverlapSite, planned: list[str] | None = None) -> list[Tail |
     * The vendor's matmul computes the result.
     * The kernel writes the rows in another order than the result has, or writes the transposed product.
     * The last shards may have fewer rows than the others.
-    * A reduction has several collectives, or its result is not the result of its collective.
+    * The site is a reduction, and its result is not the wait of its only collective.
     * A result of an all-gather has an empty text in ``planned``.
 
     ``planned``: what ``described`` returned when the site was planned.

@@ -9,8 +9,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from overlap_inductor.lowerings.one_op.operands import lies_transposed
 
 TILES_A_BATCH = 8
-"""The number of tiles in a batch. After a batch, a block waits until its last store has left shared memory. Within a
-batch, the store of a tile runs under the matmul of the next tile."""
+"""The number of tiles that a block computes in one batch. After a batch, a block waits until its last store
+has left shared memory. Within a batch, the store of a tile runs under the matmul of the next tile."""
 
 
 def right_descriptor(b: torch.Tensor, block_n: int, block_k: int) -> tuple[TensorDescriptor, bool]:

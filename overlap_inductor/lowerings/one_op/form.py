@@ -38,8 +38,8 @@ class RowsForm(Protocol):
         ...
 
     def loopable(self, site: OverlapSite) -> bool:
-        """Whether the rows are in the ranks' order or can be permuted into it, so that one op can compute the site.
-        This method need not check the kinds of the matmuls."""
+        """Whether one op can compute the site: the rows that the op sends or receives are in the ranks' order, or can
+        be permuted into it. This method need not check the kinds of the matmuls."""
         ...
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:

@@ -2,9 +2,9 @@
 """Check sites of fp8 matmuls (``_scaled_mm``), and lay out their scales for the op
 ``overlap_inductor::<schedule>_scaled_<pattern>``.
 
-An operand has one scale, or a scale for each row of a left operand or column of a right operand. Scales of rows cover
-the rows of all ranks, in the ranks' order (``lowerings.rows``). If the op computes the transposed product, the scales
-of the two operands are swapped.
+An operand has either one scale or several: one for each row of a left operand, one for each column of a right operand.
+Scales of rows cover the rows of all ranks, in the ranks' order (``lowerings.rows``). If the op computes the transposed
+product, the scales of the two operands are swapped.
 """
 
 from __future__ import annotations

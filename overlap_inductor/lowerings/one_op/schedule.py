@@ -96,7 +96,8 @@ class OneOpSchedule:
     Attributes:
         plan: the schedule's plan module.
         cost: ``(sizes, machine) -> estimated seconds of a site``.
-        pays: ``(sizes, machine) -> whether the schedule is estimated to be faster than keep by enough``.
+        pays: ``(sizes, machine) -> bool``: whether the schedule is estimated to be sufficiently faster than schedule
+            ``keep``.
         reach: ``(ranks, device) -> why the ranks cannot run the schedule on the device``; ``None`` if they can. All
             ranks get the same answer.
         dynamic: True if the token count may be symbolic at compile time.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls in runs of rows with the vendor's library: each call multiplies some rows of the left operand and writes the
-same rows of the result."""
+"""Matmuls by the vendor's library, some rows at a time. Each call multiplies some rows of the left operand, and writes
+the same rows of the result."""
 
 from __future__ import annotations
 

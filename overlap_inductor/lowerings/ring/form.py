@@ -47,7 +47,8 @@ from overlap_inductor.sites.uneven_nodes import UnevenSentNodes
 
 class RingForm(Protocol):
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        """The plan's parameters: ``sub_chunks`` (``parts``) and ``route``."""
+        """The plan's parameters: ``sub_chunks`` (``parts``), ``route``, and ``min_rows`` if the ring must not be
+        unrolled."""
         ...
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
@@ -57,7 +58,7 @@ class RingForm(Protocol):
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int | None:
         """Estimated number of FX nodes that the unrolled steps add; ``None`` if only a looping op can compute the site.
-        The number of pointwise ops is rounded down to a multiple of 8 (why: ``schedule.fit_budget``)."""
+        The number of pointwise ops is rounded down to a multiple of 8 (why: ``gather_form.in_eights``)."""
         ...
 
     def loopable(self, site: OverlapSite) -> bool:

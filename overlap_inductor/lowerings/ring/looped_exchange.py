@@ -25,8 +25,8 @@ overlap = torch.ops.overlap_inductor
 
 
 def computes_sent(nodes: SentNodes) -> bool:
-    """Whether the op can compute ``matmul -> all-to-all``. It needs plain matmuls (``PLAIN``), biases that are one row
-    or have the result's shape, and slices of the same size."""
+    """Whether a looping op can compute ``matmul -> all-to-all``. The op needs plain matmuls (``PLAIN``), biases
+    that are one row or have the result's shape, and slices of the same size."""
     biases = looped_reduce.biases_of(nodes)
     return (
         biases is not None
@@ -64,7 +64,8 @@ def rewrite_sent(emit: StepEmitter, nodes: SentNodes, parts: int, floor: int) ->
 
 
 def computes_received(nodes: ReceivedNodes) -> bool:
-    """Whether the op can compute ``all-to-all -> matmul``. Only views may be between the all-to-all and the matmul."""
+    """Whether a looping op can compute ``all-to-all -> matmul``. The op needs matmuls that
+    ``looped_gather.forms_of`` knows. Only views that keep the dtype may be between the all-to-all and the matmuls."""
     first = nodes.consumers[0].operand_node
     same = tools.dtype(first) == tools.dtype(nodes.collective.input)
     return same and nodes.only_views(first) and looped_gather.forms_of(nodes) is not None

@@ -120,7 +120,8 @@ def _all_to_all_experts(
         start, stop = places[(rank - 1 - step) % world_size][part : part + 2]
         there.wait(hop)
         experts.compute(start, stop)
-        # The rows came from rank r - 1 - step, to which route ``direct`` sends in step world_size - 2 - step.
+        # The rows came from rank ``rank - 1 - step``. Route ``direct`` sends to that rank in step
+        # ``world_size - 2 - step``.
         back.post((world_size - 2 - step) * parts + part, experts.results[start:stop].view(-1))
     return buffer, experts.results, experts.handed_out, chain.new_empty(1)
 

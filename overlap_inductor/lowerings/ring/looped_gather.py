@@ -39,7 +39,8 @@ overlap = torch.ops.overlap_inductor
 
 def forms_of(nodes: GatherNodes) -> list[Form] | None:
     """How each matmul reads the ranks' shards; ``None`` if the op cannot compute this site."""
-    # A shard of one row or one column can be read plain or transposed. Prefer a way that does not need whole shards.
+    # A shard of one row or one column can be read plain or transposed, so there may be two lists of forms. Prefer a
+    # list in which no form needs whole shards.
     return min(_ways(nodes), key=lambda forms: any(f.whole for f in forms), default=None)
 
 
@@ -73,7 +74,7 @@ def _is_plain(consumer: GatherConsumer) -> bool:
 
 def _gathers_operand(nodes: GatherNodes) -> bool:
     """Whether all matmuls read one operand that can be gathered. The gathered tensor itself can. So can an operand
-    whose shard each rank can compute before it sends:
+    whose shard each rank can compute before it sends. For such an operand, all of these must hold:
 
     - only the operand is computed from the gathered tensor, and only the matmuls read the operand;
     - the operand is computed from the gathered tensor alone, because another tensor may differ between ranks;
@@ -148,8 +149,8 @@ def write(
     sent: Callable[[list[Any]], fx.Node],
     how: tuple[Any, ...],
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node], fx.Node]:
-    """Lay out the other operands, write ``op`` and lay out its results. Returns ``(next token of the chain, {matmul:
-    its replacement}, the shards of all ranks)``.
+    """Lay out the operands that are not gathered, write ``op`` and lay out its results. Returns ``(next
+    token of the chain, {matmul: its replacement}, the shards of all ranks)``.
 
     Args:
         forms: how the op reads the shards; ``None`` if it cannot compute the site.

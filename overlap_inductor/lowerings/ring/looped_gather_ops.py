@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looping op of gathers: one ring serves all matmuls that read the gathered tensor, along any of their dims.
+"""The looping op of gathers: one ring serves all matmuls that read the gathered tensor. The gathered dim may be any dim
+of a matmul.
 
 Shapes (W ranks): every rank has a ``shard [m, k]``. A matmul reads the shard of rank r, plain or transposed, as the
 *slice* ``s_r [p, q]`` of its operand. The slices are joined along rows, or along the contracted dim::
@@ -49,12 +50,13 @@ class Form:
 
     @property
     def by_rows(self) -> bool:
-        """Whether the gathered dim is the shards' rows. If so, shards may have different numbers of rows."""
+        """Whether the joined dim is made of the shards' rows. If so, shards may have different numbers of rows."""
         return self.transposed == self.contracted
 
     @property
     def whole(self) -> bool:
-        """Whether the matmul needs whole shards. A sub-chunk, some rows of a shard, would split its contracted dim."""
+        """Whether the matmul needs whole shards. If so, a sub-chunk (some rows of a shard) would split the matmul's
+        contracted dim."""
         return self.transposed and not self.contracted
 
     def __str__(self) -> str:

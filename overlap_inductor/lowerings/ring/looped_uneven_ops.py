@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The looping ops of all-to-alls whose parts may have different numbers of rows.
 
-``sent`` and ``received``: the numbers of rows to and from each rank, as ``all_to_all_single`` takes them. A part may be
-empty. Sender and receiver cut a part into ``parts`` pieces at the same rows. Pieces without rows are not sent. Other
-looping ops run the plain collective for few rows. These ops never do, because one rank could have few rows and another
-many.
+``sent`` and ``received``: the numbers of rows to and from each rank, as ``all_to_all_single`` takes them. A *part* is
+all rows that a sender has for one receiver. A part may be empty. Sender and receiver cut each part into pieces at the
+same rows. The op's argument ``parts`` is the number of pieces of each part. Pieces without rows are not sent.
+
+Other looping ops run the plain collective for few rows. These ops never do, because one rank could have few rows and
+another many. Then one of the two ranks would run the plain collective, and the other would not.
 """
 
 from __future__ import annotations

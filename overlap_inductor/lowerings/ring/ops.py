@@ -11,8 +11,11 @@ A gather in the graph (W ranks, S sub-chunks; token ``chain`` orders the ops of 
     ...
     y        = assemble([y0, y1, ...], shifts=[0, -1, ...])
 
-- Order: the op that waits for a hop *mutates* the buffer. Inductor moves no read of a buffer past a write to the
-  buffer. This fixes the order start, matmul, step, matmul.
+On rank ``r``, ``take(gathered, shift)`` is the shard of rank ``r + shift`` (modulo W). ``[part 0]`` is this shard's
+first sub-chunk.
+
+- Order: the op that waits for a hop *mutates* the buffer (above: ``gathered``). Inductor moves no read of a buffer past
+  a write to the buffer. This fixes the order start, matmul, step, matmul.
 - Lifetime: each step has the buffer as an argument, so the buffer lives until the last hop has ended. A reduction sends
   pieces that are not in the buffer. These pieces are arguments of the op that waits for their hops.
 - Ranks: ``take`` and ``assemble`` compute at run time, from the rank, where a shard lies in the buffer. So the graph's
@@ -270,8 +273,8 @@ def _take_fake(
     return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
 
 
-# Returns ``length`` indices of ``dim`` in the shard of rank ``r + shift`` (modulo W), from ``start`` on. ``r``: this
-# rank. A shard has ``chunk`` indices of ``dim``.
+# Returns ``x`` at ``length`` indices of ``dim``. They belong to the shard of rank ``r + shift`` (modulo W), where ``r``
+# is this rank. The first of them is the shard's index ``start``. A shard has ``chunk`` indices of ``dim``.
 define(
     "take(Tensor x, int dim, int shift, SymInt chunk, SymInt start, SymInt length, str group_name) -> Tensor",
     _take,

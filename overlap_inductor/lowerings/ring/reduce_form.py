@@ -28,7 +28,8 @@ from overlap_inductor.sites.step_emitter import part_count
 class ReduceRing:
     """See ``form.RingForm``. Routes:
 
-    - ``owner``: partial sums go to their owner as soon as they are computed. An all-reduce then broadcasts the sums.
+    - ``owner``: partial sums go to their owner as soon as they are computed. For an all-reduce, the owners then
+      broadcast the sums.
     - ``travel``: an accumulator visits all ranks (unrolled steps only).
     - ``broadcast``: pieces go to all other ranks.
     """
@@ -87,8 +88,8 @@ class ReduceRing:
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
         """Returns ``(sizes, words)``, as ``SiteNodes.cut``. The words are text that ranks compare. A looping reduction
-        moves scattered rows to the front if they are not there already. If so, the words end with ``" rows in
-        front"``."""
+        moves scattered rows to the front if they are not there already. If the reduction
+        moves the rows, the words end with ``" rows in front"``."""
         nodes = nodes_of(site, ReduceNodes)
         sizes, words = nodes.cut()
         outer = nodes.sharded.outer

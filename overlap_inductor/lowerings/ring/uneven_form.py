@@ -59,7 +59,8 @@ class UnevenRing:
 
 
 class UnevenSentRing(UnevenRing):
-    """See ``form.RingForm``. The parts for the other ranks come first. Each piece is sent as soon as it is computed."""
+    """See ``form.RingForm``. The parts for the other ranks are computed first. Each piece is sent as soon as it is
+    computed."""
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, UnevenSentNodes)

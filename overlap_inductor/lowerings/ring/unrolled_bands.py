@@ -2,8 +2,8 @@
 """Write the two sites of a seam in bands: a reduce-scatter, and the gather after it.
 
 A band is a sub-chunk of every rank's shard. In the reduce-scatter, each band has its own wait. In the gather, each
-band has its own send. So ``passes.sequence.seams`` can move steps of the gather between the waits of the
-reduce-scatter. ``r``: the rank::
+band has its own send. So ``passes.sequence.seams`` can put steps of the gather between the waits of the
+reduce-scatter. ``r``: this rank. ``slice(q)``: this rank's partial sums of the rows that rank ``q`` gets::
 
     for band: for i in 0 .. W-2: p = slice(r + 1 + i)[band]; send p to rank r + 1 + i
     own = slice(r)

@@ -12,13 +12,14 @@ Slices travel under the matmuls of later slices, and under the ops before the pr
     ...                                                  # what the program computes before it waits
     wait; out = received
 
-In ``all-to-all -> matmul(s)``, tokens are multiplied when they have arrived. ``f``: the ops between the all-to-all and
-the matmul::
+In ``all-to-all -> matmul(s)``, tokens are multiplied when they have arrived. ``x[s]``: the slice for rank s. ``f``:
+the ops between the all-to-all and the matmul::
 
     send parts of x[r + 1]; received[r] = x[r]; y[r] = f(received[r]) @ w
-    for i in 1 .. W-1, part: wait; send the next part; y[r - i][part] = f(received[r - i][part]) @ w
+    for i in 1 .. W-1, part: wait; send the next unsent part; y[r - i][part] = f(received[r - i][part]) @ w
 
-Elements are sent in the order in which the matmul computes or reads them. ``parts``: sub-chunks of a slice.
+Elements are sent in the order in which the matmul computes or reads them. ``parts``: the number of sub-chunks of a
+slice.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def _place(nodes: SentNodes, start: Size, length: Size) -> tuple[Block, tuple[Si
 
 
 def rewrite_received(emit: StepEmitter, nodes: ReceivedNodes, parts: int) -> tuple[fx.Node, Replaced]:
-    """Write the steps of ``all-to-all -> matmul``. Returns ``(what was received, {old node: its replacement})``."""
+    """Write the steps of ``all-to-all -> matmul``. Returns ``(node of the collective's result, {old node: its
+    replacement})``."""
     steps = Steps(emit, nodes, parts)
     where, bounds = (ROUTE, emit.group_name, emit.site), steps.bounds
     rows = emit.reshape(sent_rows(emit, nodes), [emit.world_size * steps.size, steps.rest])

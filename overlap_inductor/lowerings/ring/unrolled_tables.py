@@ -161,7 +161,7 @@ def _ordered(emit: StepEmitter, nodes: PooledNodes, table: int, token: fx.Node |
     lookups before the first send."""
     lookup, part = nodes.lookups[table], nodes.parts[table]
     # Inductor computes a plain lookup and its pointwise ops in one kernel, whose last node gets the edge. For bags, the
-    # result of the library call gets the edge.
+    # first result of the lookup op gets the edge.
     node = behind_reshapes(part)
     if lookup.is_tuple:
         node = next(user for user in lookup.node.users if user.target is getitem and user.args[1] == 0)

@@ -84,7 +84,7 @@ def all_reduce_norm(
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(normed, residual_out)``, both ``[M, N]``: ``residual_out = residual + all_reduce(product)``, and ``normed`` is
-    the RMSNorm of ``residual_out`` times ``weight [N]``. ``out``: tensors for both results.
+    ``weight [N]`` times the RMSNorm of ``residual_out``. ``out``: tensors for both results.
 
     Each step is rounded to the dtype of ``product``, as in a model that computes op by op. The norm itself is computed
     in fp32 (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, section 3).
@@ -144,8 +144,8 @@ def _behind_matmul(
     and ``others``, and writes ``results``."""
     # The operands determine everything about the results but their addresses.
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
-    # Of the operands, the vendor's library copies only the bias. It copies the bias into the product, and then adds the
-    # matmul.
+    # ``launched`` must know the operands that are copied. The vendor's library copies only the bias. It copies the bias
+    # into the product, and then adds the matmul.
     copied = [] if bias is None else [bias]
     launched(
         launch,

@@ -55,10 +55,11 @@ def settings_for(world_size: int, rows: int, columns: int, itemsize: int) -> dic
     """
     two_shot = rows * columns * itemsize * (world_size - 1) * (world_size - 2) > world_size * LEG_BYTES
     width = max(_power_of_two(columns), 256)
-    # A block of two-shot holds a segment for each peer. With many peers, smaller blocks are faster, by 2 us on 8
-    # H200s.
+    # A block of two-shot holds a segment for each peer. With many peers, blocks of four warps are faster, by 2 us on
+    # 8 H200s.
     small_blocks = two_shot and world_size > 4 and columns <= SHORT_ROW
-    # A thread stores 16 bytes. In a narrower segment, some threads would have nothing to store.
+    # A thread stores 16 bytes. In a segment of fewer columns than ``narrowest``, some threads would have nothing to
+    # store.
     narrowest = 32 * (4 if small_blocks else 8) * 16 // itemsize
     units = -(-rows // world_size) if two_shot else max(rows, 1)
     segment = width
@@ -75,7 +76,8 @@ def parameters_of(settings: str, world_size: int, rows: int, columns: int, items
 
 
 def needed_up_to(settings: str, world_size: int, rows: int, columns: int, itemsize: int) -> tuple[int, int, str]:
-    """``needed`` for calls of 1 to ``rows`` rows. (One-shot of fewer rows may need more than two-shot of more rows.)"""
+    """The most bytes and the most signals that ``needed`` returns for 1 to ``rows`` rows. (One-shot of fewer rows may
+    need more than two-shot of more rows.)"""
     sizes = columns, itemsize
     needs = [needed(parameters_of(settings, world_size, m, *sizes), world_size, m, *sizes) for m in range(1, rows + 1)]
     return max(n[0] for n in needs), max(n[1] for n in needs), HALVES

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``small_message``: an all-reduce of few tokens becomes one op. With a static token count, the kernel can
-also compute the residual add and the RMSNorm that follow (``_norm``)."""
+"""Schedule ``small_message``: a matmul and its all-reduce of few tokens become one op. With a static token count,
+the kernel can also compute the residual add and the RMSNorm that follow (``_norm``)."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def _norm(site: OverlapSite) -> NormEpilogue | None:
     if len(nodes.collectives) > 1 or nodes.collectives[0].reduce_op != "sum" or not isinstance(site.nodes.tokens, int):
         return None
     norm = find_norm(nodes.result)
-    # If the residual is a collective's result, that collective's own site may take the norm.
+    # If the residual is a collective's result, the norm is left to that collective's own site.
     if (
         norm is None
         or collectives.is_a_wait(norm.residual)

@@ -4,7 +4,7 @@ beside it (FlashOverlap, arXiv 2504.19519).
 
 Planning. All ranks plan a site together at its first call, with the first rank's measurements:
 
-1. Time the matmul with each number of free SMs in ``WaveParameters.free``.
+1. Time the matmul with each number of SMs that it may leave free for collectives (``WaveParameters.free``).
 2. Measure the collective's curve (seconds by bytes), once for each process group, transport and kind of collective.
 3. For each number of free SMs, partition the matmul's bands (``best_partition``), and time the whole call. Keep the
    fastest plan.
@@ -84,7 +84,7 @@ class WavePlan:
 @dataclass
 class GroupWaves:
     """What the calls of one process group share on one device. ``chosen`` and ``first_ranks`` have the same keys on all
-    ranks. So if a plan is missing, it is missing on all ranks, and all ranks make it together.
+    ranks. So a plan that is missing in ``chosen`` is missing there on all ranks, and all ranks make it together.
 
     Attributes:
         queue, counters: see ``kernels.wave_groups``; zero between calls.
@@ -126,7 +126,8 @@ class GroupWaves:
 
 
 def waves_of(group: dist.ProcessGroup, device: torch.device) -> GroupWaves:
-    """What ``group`` shares on ``device``. All ranks of the group make this state together, on first use.
+    """The state that the calls of ``group`` share on ``device``. All ranks of the group make this state together, on
+    first use.
 
     Raises:
         OverlapError: the state would be made while a CUDA graph is captured, or the group was destroyed.

@@ -18,7 +18,7 @@ WAVE_GROUPS = OneOpSchedule(
     cost=cost.seconds,
     pays=cost.pays,
     reach=lambda ranks, device: symmetric.why_no_kernels(device),
-    # With sizes that change from call to call, each new size would be measured at its first call.
+    # The op plans the first call of each size by measurements. With dynamic sizes, any call may bring a new size.
     dynamic=False,
     ops=("overlap_inductor.lowerings.wave_groups.ops",),
 )

@@ -52,8 +52,8 @@ class Cost:
 
 
 def plan(graph: fx.Graph, config: OverlapConfig, refusal: str | None) -> Choice:
-    """The sites of ``graph`` as the overlap pass would choose them. ``graph`` must be a copy, because the search
-    may change it."""
+    """The sites of ``graph``, with the plans that the overlap pass would choose. ``graph`` must be a copy, because
+    the search may change it."""
     choice = find_and_choose(graph, config, "forward", refusal, {})
     join(choice.chosen, config)
     return choice

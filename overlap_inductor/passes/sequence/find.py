@@ -222,8 +222,8 @@ class _DisjointSets:
 
 def gather_less(stretch: Stretch) -> None:
     """Gather the inputs of a node in place of its result if this moves fewer bytes. For a view, equal bytes suffice. A
-    node whose inputs are gathered is computed with all rows. If another node reads its rows, it is also computed on
-    rows::
+    node whose inputs are gathered is computed with all rows. If a node on rows or a sum over tokens reads this node,
+    this node is also computed on rows::
 
         c = cast(x) to fp32; mm(c, w)               ->   gather x in place of c, and cast all rows
         three views of n, each read by a matmul     ->   gather n once, in place of the three views
@@ -256,5 +256,5 @@ def gather_less(stretch: Stretch) -> None:
 
 
 def _bytes(node: fx.Node) -> int:
-    """Bytes of all rows of ``node``, at the example's sizes."""
+    """Bytes of all rows of ``node``. A symbolic size counts as the number that ``hint`` returns."""
     return hint(tools.numel(tools.shape(node))) * tools.dtype(node).itemsize

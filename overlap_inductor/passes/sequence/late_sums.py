@@ -63,8 +63,9 @@ def of_the_backward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def combine(parts: Iterable[fx.Node], all_reduced: Callable[[fx.Node], fx.Node], writer: Writer) -> list[fx.Node]:
-    """Sum each tensor of ``parts``, all of one dtype and device, over the ranks. Returns flat tensors.
-    ``all_reduced(x)`` writes the all-reduce of ``x`` and a wait, and returns the wait."""
+    """Sum each tensor of ``parts``, all of one dtype and device, over the ranks. Returns the sums, each
+    flat, in the order of ``parts``. ``all_reduced(x)`` writes the all-reduce of ``x`` and a wait, and returns the
+    wait."""
     flat = [writer.reshape(p, [tools.numel(tools.shape(p))]) for p in parts]
     if len(flat) == 1:
         return [all_reduced(flat[0])]

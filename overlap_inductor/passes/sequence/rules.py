@@ -79,7 +79,7 @@ class Rule(Protocol):
 
 
 class _Pointwise:
-    """Elementwise ops. All token dims must come from the inputs that are held as rows."""
+    """Elementwise ops. A broadcast must not repeat the tokens of an input that is held as rows."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         if operators.is_mutable(node):
@@ -133,7 +133,7 @@ class _Reduction:
 
 
 class _Element:
-    """An element of an op's results."""
+    """``getitem``, which takes one of an op's several results."""
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         return held[node.args[0]]
@@ -308,7 +308,7 @@ def feature_dim(node: fx.Node, dim: Any, rows: Rows) -> int:
 
 
 def on_dim(node: fx.Node, dim: int, writer: Writer) -> fx.Node:
-    """Write ``node`` for a rank's rows. ``dim``: the dim of the whole input along which it works."""
+    """Write ``node`` for a rank's rows. ``dim``: the dim of the whole input along which the op works."""
     source: Any = node.args[0]
     local = writer.rows(source)
     fewer = len(tools.shape(source)) - len(tools.shape(local))

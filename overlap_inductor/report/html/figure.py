@@ -68,8 +68,8 @@ class Figure:
 
 
 def figures(groups: Sequence[SiteGroup]) -> tuple[list[Figure], int]:
-    """``(figures, number left out)``: a figure for each group and each piece of its plan that is not ``keep``. Equal
-    figures are drawn once."""
+    """``(figures, number left out)``: a figure for each group of like sites and each piece of the group's plan that is
+    not ``keep``. Equal figures are drawn once."""
     alike: dict[str, list[tuple[SiteGroup, PlanPiece]]] = {}
     for group in groups:
         for piece in group.decision.plan:

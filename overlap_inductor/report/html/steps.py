@@ -34,7 +34,7 @@ class Bar:
 
     @property
     def lane(self) -> str:
-        """The row in which the bar is drawn."""
+        """The lane of the timeline in which the bar is drawn: ``matmul``, ``transfer`` or ``fixed``."""
         return "transfer" if self.kind in ("hidden", "exposed") else self.kind
 
 

@@ -81,7 +81,7 @@ def _row_wise(seam: Seam, bands: int) -> bool:
 
 
 def _joinable(seam: Seam) -> bool:
-    """Whether each node whose bands are joined is one tensor of known size."""
+    """Whether each node whose bands are joined is one tensor without unbacked sizes."""
     return all(tools.is_tensor(n) and not tools.has_unbacked(tools.shape(n)) for n in seam.joined)
 
 

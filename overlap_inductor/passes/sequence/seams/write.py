@@ -2,13 +2,13 @@
 """Write seams in bands, after the steps of their sites were written. A band goes through the token-wise work and into
 the gather while later bands still travel to this rank.
 
-Before and after, for two bands (``lowerings.ring.unrolled_bands`` wrote the steps). ``own[i]``: this rank's rows of
-band ``i`` in the gather's buffer. ``wait``: a wait of the scatter. The gather's waits follow, with the other ranks'
-rows::
+Before and after, for two bands (``lowerings.ring.unrolled_bands`` wrote the steps). ``s0``, ``s1``: the scatter's
+sums. ``own[i]``: this rank's rows of band ``i`` in the gather's buffer. ``wait``: a wait of the scatter. The gather's
+waits follow, with the other ranks' rows::
 
-    wait 0; s0 = ...; wait 1; s1 = ...              wait 0; s0 = ...; n0 = norm(s0 + x[band 0])
+    wait 0; s0 = ...; wait 1; s1 = ...              wait 0; s0 = ...; r0 = s0 + x[band 0]; n0 = norm(r0)
     s = cat(s0, s1); r = s + x; n = norm(r)         send n0; y0 = own[0] @ w
-    send n[band 0]; y0 = own[0] @ w             ->  wait 1 (after y0); s1 = ...; n1 = norm(s1 + x[band 1])
+    send n[band 0]; y0 = own[0] @ w             ->  wait 1 (after y0); s1 = ...; r1 = s1 + x[band 1]; n1 = norm(r1)
     send n[band 1]; y1 = own[1] @ w                 send n1; y1 = own[1] @ w
     gather's wait 0; ...                            r = cat(r0, r1)                     # if other nodes read r
                                                     gather's wait 0; ...
