@@ -137,8 +137,7 @@ def error(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], a
     least, most = bits.clone(), bits.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    # NCCL's maximum of NaN and a number is the number, so NaN is handled before.
-    return greatest(float("inf") if off != off or alike and not torch.equal(least, most) else off)
+    return greatest(float("inf") if alike and not torch.equal(least, most) else off)
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:

@@ -65,14 +65,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def torch_base() -> Iterator[ForkBase]:
-    """The base for programs in which the package must be imported before Inductor is imported."""
+    """The base for programs in which neither Dynamo nor Inductor may be imported at first."""
     with ForkBase(TORCH) as base:
         yield base
 
 
 @pytest.fixture(scope="session")
 def dynamo_base(torch_base: ForkBase) -> ForkBase:
-    """The base for programs that import Inductor's configuration after the package."""
+    """The base for programs that import Inductor's configuration themselves, after the package. Dynamo, which the
+    configuration imports, is there already."""
     return torch_base.grown(DYNAMO)
 
 

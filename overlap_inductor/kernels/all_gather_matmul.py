@@ -9,7 +9,7 @@ part at a receiver. Blocks claim work from three queues: pieces to send, own til
     the first ``PUSHERS`` blocks: while pieces are left, store a piece into a peer's workspace
     all blocks:
         multiply tiles of this rank's own shard, which is read in place
-        multiply tiles of the peers' shards, in the order in which their parts arrive:
+        multiply tiles of the peers' shards, in a fixed order in which their parts are expected to arrive:
             until the part has arrived, push pieces, or wait if none is left
         push the pieces that are left
 

@@ -25,8 +25,9 @@ class Transfer:
     Part ``u`` goes to the receiver ``u // parts + 1`` ranks away. It is part ``u % parts`` of the shard. Its flag is
     number ``index + u % parts`` of the sender's flags at the receiver.
 
-    A rank's matmul takes the other ranks' shards in the order rank + 1, rank + 2, ... (modulo the number of ranks). So
-    the receivers are in this order:
+    A rank's matmul works through the other ranks' shards in the order rank + 1, rank + 2, ... (modulo the number of
+    ranks). It computes shards that go to these ranks, or reads shards that come from them. So the receivers are in this
+    order:
 
     * ``scattered``, not ``read_in_order``: rank + 1, rank + 2, ... The sender's matmul computes the shards in this
       order.

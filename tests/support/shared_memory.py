@@ -49,6 +49,7 @@ def use_shared_memory(folder: str) -> None:
 
     symmetric.allocate = allocate
     symmetric.why_no_symmetric_memory = reachable
-    # The smallest tile has 16 rows of 8 elements of two bytes here. On GPUs, it has 128 such rows.
+    # In a workspace, a tile takes at least 16 rows here: the narrowest tensor has 8 columns of two bytes. On GPUs, a
+    # tile has at least 128 rows.
     arena.TILE_BYTES = 256
     fused_plan.TUNED = dict.fromkeys(fused_plan.TUNED, SMALL)

@@ -18,7 +18,8 @@ WAVE_GROUPS = OneOpSchedule(
     cost=cost.seconds,
     pays=cost.pays,
     reach=lambda ranks, device: symmetric.why_no_kernels(device),
-    # The op plans the first call of each size by measurements. With dynamic sizes, any call may bring a new size.
+    # At the first call of each size, the op measures, and plans all calls of this size. With dynamic sizes, any call
+    # may bring a new size.
     dynamic=False,
     ops=("overlap_inductor.lowerings.wave_groups.ops",),
 )
