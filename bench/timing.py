@@ -53,7 +53,7 @@ def worst(values: Sequence[float]) -> list[float]:
     """The maximum over ranks of each value, the same list on all ranks. All ranks call this together. A NaN counts as
     infinity, because Python's ``max`` and the maximum of some backends may return a number in place of a NaN."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    tensor = torch.tensor(list(values), device=device, dtype=torch.float64).nan_to_num(nan=math.inf)
+    tensor = torch.tensor(list(values), device=device, dtype=torch.float64).nan_to_num(math.inf, math.inf, -math.inf)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
 

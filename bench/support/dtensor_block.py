@@ -5,6 +5,7 @@ block in fp64."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -157,5 +158,6 @@ def largest_error(
     }
     # In exact arithmetic, the gradient of this bias is zero, so its relative error has no meaning.
     errors.pop("gradient of attention.wk.bias", None)
-    where = max(errors, key=errors.__getitem__)
+    # ``max`` would lose a NaN.
+    where = max(errors, key=lambda n: float("inf") if math.isnan(errors[n]) else errors[n])
     return errors[where], where

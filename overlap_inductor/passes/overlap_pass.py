@@ -87,8 +87,9 @@ def run_overlap_pass(
     try:
         try:
             return _find_and_rewrite(graph, config, about, refusal)
-        finally:
+        except Exception:
             fused_sums.put_back(graph)
+            raise
     except Exception as error:  # noqa: BLE001  (a model that compiles without the pass must compile with it)
         return _report_of_failure(graph, config, about, error)
 
@@ -224,6 +225,8 @@ def _exchange_of(graph: fx.Graph, config: OverlapConfig, rewritten: _Rewritten |
 def _report_of_failure(
     graph: fx.Graph, config: OverlapConfig, about: dict[str, Any], error: Exception
 ) -> OverlapReport:
+    """The report of a graph in which this pass overlaps nothing. Stretches that the sequence-parallel pass has
+    rewritten stay rewritten, so the ranks must still compare their inputs."""
     failure = Failure.of(error, "pass")
     notice = f"the overlap pass failed ({failure.error}); the graph was left as written. {BUG_REPORT}"
     log.warning("overlap_inductor: %s", notice, exc_info=True)
@@ -234,7 +237,9 @@ def _report_of_failure(
         before=text,
         after=text,
         notices=[notice],
-        failures=[failure],
+        failures=[*sequence_parallel.failures_of(graph), failure],
+        same_inputs=sequence_parallel.same_inputs_of(graph),
+        stretches=sequence_parallel.stretches_of(graph),
         **_exchange_of(graph, config, None),
     )
 

@@ -29,10 +29,10 @@ def rewrite_or_restore(
     try:
         return rewriter.apply(chosen)
     except Exception as error:  # noqa: BLE001  (the model must compile in any case; the report names the error)
+        snapshot.restore()
         if (seam := rewriter.seam) is not None:
             failure = Failure.of(error, "seam", [seam.scatter.facts.id, seam.gather.facts.id])
             log.warning("overlap_inductor: %s. %s", not_in_bands(failure), BUG_REPORT, exc_info=True)
-            snapshot.restore()
             return failure
         blamed = [rewriter.current] if rewriter.current is not None else chosen
         ids = " or ".join(site.facts.id for site in blamed)
@@ -43,7 +43,6 @@ def rewrite_or_restore(
             BUG_REPORT,
             exc_info=True,
         )
-        snapshot.restore()
         return Failure.of(error, "rewrite", [site.facts.id for site in blamed])
 
 

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 
 from overlap_inductor.errors import StrictError
 from overlap_inductor.passes import overlap_pass
 from overlap_inductor.passes.find import SiteFinder
 from overlap_inductor.report import publish
 from overlap_inductor.report.text import render_text
+from tests.support import reduced_blocks
 from tests.support.fake_group import fake_group
+from tests.support.fake_group import reports_of
 from tests.support.hand_graph import HandGraph
 
 
@@ -54,6 +58,24 @@ def test_a_pass_that_fails_after_the_rewrite_undoes_it(monkeypatch: pytest.Monke
         report = made.run(schedule="ring")
         assert made.text() == before == report.before == report.after
     assert report.failures[0].stage == "pass" and report.sites == []
+
+
+def test_the_report_of_a_failure_keeps_the_inputs_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stretches of the sequence-parallel pass stay rewritten. They are right only if the ranks' inputs are equal,
+    so the ranks must still compare them."""
+    found = []
+    for fails in (False, True):
+        if fails:
+            monkeypatch.setattr(overlap_pass, "_report", lambda *args: 1 / 0)
+        with fake_group(2), inductor_config.patch(fallback_by_default=True), torch.no_grad():
+            model = reduced_blocks.Layers(2)
+            x = reduced_blocks.input_of(reduced_blocks.TOKENS, reduced_blocks.HIDDEN)
+            found += reports_of(model, x, sequence_parallel="on")
+    right, failed = found
+    assert right.stretches and right.same_inputs and right.failures == []
+    assert failed.failures[0].stage == "pass" and failed.sites == []
+    assert failed.same_inputs == right.same_inputs
+    assert [s.status for s in failed.stretches] == [s.status for s in right.stretches] == ["rewritten"]
 
 
 def test_a_graph_that_cannot_be_shown_still_has_a_report_of_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
