@@ -74,7 +74,8 @@ def run_overlap_pass(
         graph_id: the graph's name in the report.
         refusal: why this compile cannot hold overlap ops (AOTInductor, cpp_wrapper), or ``None``.
 
-    Raises no error. If the pass fails, the graph computes what it did before, and the report holds the error.
+    If the pass fails, the graph computes what it did before, and the report holds the error. An error is raised only if
+    the report of a failure cannot be made.
     """
     about = {
         "overlap_inductor": __version__,
