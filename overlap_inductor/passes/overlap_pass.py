@@ -41,6 +41,7 @@ from torch import fx
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.exchange import ExchangePlan
+from overlap_inductor.facts.stretch import StretchFacts
 from overlap_inductor.passes import agreed_plan as exchange_steps
 from overlap_inductor.passes import fused_sums
 from overlap_inductor.passes import plan as planner
@@ -131,9 +132,15 @@ def _report(
     about: dict[str, Any],
     outcome: _Outcome,
     before: str,
-    stretches: list[Any],
+    stretches: list[StretchFacts],
     failed: list[Failure],
 ) -> OverlapReport:
+    """The report of a pass that did not fail.
+
+    Args:
+        before: the graph as text, before the rewrite.
+        failed: what failed in the sequence-parallel pass on this graph.
+    """
     sites = outcome.choice.sites
     return OverlapReport(
         **about,
