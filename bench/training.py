@@ -29,11 +29,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from bench.models import milliseconds
-from bench.models import slowest
 from bench.rows import environment
 from bench.support import dtensor_block
 from bench.support.gpu_ranks import finish_rank
 from bench.support.gpu_ranks import start_rank
+from bench.timing import greatest
 from overlap_inductor.report import publish as reporting
 from overlap_inductor.switch.backend import overlap_inductor as overlap_backend
 
@@ -102,7 +102,7 @@ def measure(model: nn.Module, tokens: int, hidden: int, schedules: list[str]) ->
             if found.keys() == plain.keys()
             else {"names": float("inf")}
         )
-        error = slowest(max(e if e == e else float("inf") for e in off.values()))
+        error = greatest(max(e if e == e else float("inf") for e in off.values()))
         rows[name] = {
             "provider": name,
             "tokens": tokens,
