@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the GPU's clock rate while providers run, and scale their times to the highest clock rate.
 
-The scaled times show why a provider (``bench.providers``) is slow: either it waits, or it heats the GPU so that the
-clock rate falls.
+A provider is one way to compute a case (``bench.providers``). The scaled times show why a provider is slow: either it
+waits, or it heats the GPU so that the clock rate falls.
 
     torchrun --nproc-per-node 4 -m bench.clocks --patterns all_gather_matmul --tokens 8192 \\
         --schedules chunked fused/copy_engine --out rows.jsonl

@@ -108,8 +108,8 @@ class Clock:
 
 
 def instrument(clock: Clock) -> list[OverlapReport]:
-    """Let ``clock`` time the pass, the lowerings that are named below, the package's hooks, and the garbage collector.
-    Returns a list to which each run of the pass appends its report."""
+    """Let ``clock`` measure the pass, the lowerings that are named below, the package's hooks, and the garbage
+    collector. Returns a list to which each run of the pass appends its report."""
     reports: list[OverlapReport] = []
     run_pass, wrap = clock.timed("pass", overlap_pass.run_overlap_pass), hooks._wrap
 

@@ -160,7 +160,7 @@ def on_slow_link(options: argparse.Namespace) -> None:
                     rows.append(out, found[-1:])
 
             settings = json.dumps(dataclasses.asdict(settings_of(options, megabits)))
-            # Unless the caller names a cache, the ranks use a new one, so that compiling is measured.
+            # Unless this process's environment names a cache, the ranks use a new one, so that compiling is measured.
             environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), **rank_environment("cpu")}
             environment["PYTHONPATH"] = str(ROOT)
             try:

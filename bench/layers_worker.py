@@ -61,7 +61,7 @@ class Settings:
         schedule, machine, switches: see ``layer_variants.variants``.
         only: names of the variants to run besides ``plain``; empty: all variants.
         link: a description of the link between the ranks.
-        repeats: the largest number of rounds of samples.
+        repeats: the largest number of rounds. Each round takes one sample of each variant.
         seconds: about how long each program may be timed.
         trace: the folder for the traces (``bench.layer_trace``), or empty.
         trace_steps: the number of steps of each variant to trace.

@@ -49,7 +49,7 @@ def measure(
     made: dict[str, Provider] = {}
     found = {setting: providers(site, names, variants, setting, made) for setting in settings}
     # Load every kernel before the timing. A load waits until all running kernels have ended, even those that wait for a
-    # peer.
+    # peer. So ranks that load during the timing could wait for each other forever.
     for setting in settings:
         for provider in found[setting]:
             provider.call()

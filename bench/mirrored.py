@@ -280,8 +280,8 @@ def measure(site: Site, variants: dict[str, tuple[str, dict[str, Any]]], repeats
         site.forget()
         off = 0.0
         for _ in range(2):
-            # The barrier replaces credits: a call must not begin before the other GPU has read the previous call's
-            # data.
+            # The barrier after each call replaces credits: a call must not begin before the other GPU has read the
+            # previous call's data.
             found = run()
             torch.cuda.synchronize()
             error = float((found.float() - known[bands]).abs().max() / known[bands].abs().max())

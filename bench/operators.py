@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace, device: torch.device, start: float) -> li
     """Measure the cases and return their rows. Rank 0 also appends them to the file. All ranks call this together.
 
     The time budget begins at ``start``. The first case always runs. Each later case is assumed to take as long as the
-    longest case so far. When this exceeds the rest of the budget, no further case runs.
+    longest case so far. When that time exceeds the rest of the budget, no further case runs.
     """
     clock, world_size, where = Clock(device), dist.get_world_size(), rows.environment(device)
     found: list[dict[str, Any]] = []

@@ -69,8 +69,8 @@ class Provider:
     Attributes:
         call: computes the case.
         runs: ``keep``, ``async_tp`` or the name of the schedule that runs. For ``auto``, the planner's choice.
-        parameters: the schedule's parameters: those of the plan in a compiled graph, else those that the op gets. Empty
-            for ``keep`` and ``async_tp``.
+        parameters: the schedule's parameters. If ``call`` runs a compiled graph, they are those of the plan. Else they
+            are those that the op gets. Empty for ``keep`` and ``async_tp``.
         held: bytes of symmetric memory that the call needs on each rank.
     """
 

@@ -26,8 +26,8 @@ def push_striped(
 ):
     """Store ``src`` to word ``offset`` of every peer's memory, in ``PARTS`` parts with a flag for each part.
 
-    A part is divided into runs of ``BLOCK`` words, and each block stores every ``BLOCKS``-th run. Neighbouring blocks
-    start with different peers, so that all peers receive at the same time. Grid: ``[BLOCKS]``.
+    A part is divided into runs of ``BLOCK`` words, and each thread block stores every ``BLOCKS``-th run. Neighbouring
+    thread blocks start with different peers, so that all peers receive at the same time. Grid: ``[BLOCKS]``.
 
     Args:
         src: int32 ``[elements]``.

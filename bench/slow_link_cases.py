@@ -113,8 +113,9 @@ def _received(of: Sizes) -> Case:
 
 
 def _uneven_parts(of: Sizes) -> tuple[torch.Tensor, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """How many rows this rank sends to each rank, and a function that exchanges the rows. This function first exchanges
-    the numbers of rows, as a dispatcher of tokens does. So the sizes are not known when a graph is compiled."""
+    """How many rows this rank sends to each rank, and a function that exchanges the rows. The returned function first
+    exchanges the numbers of rows, as a dispatcher of tokens does. So the sizes are not known when a graph is
+    compiled."""
     shares = PARTS[of.world_size]
     counts = torch.tensor([of.rows * shares[(to - of.rank) % of.world_size] // 8 for to in range(of.world_size)])
 
@@ -165,8 +166,8 @@ def _looked_up(of: Sizes) -> Case:
 
 
 def _expert_inputs(of: Sizes, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tokens, the experts of each token, and the weights of these experts. Every expert has the same number of
-    tokens."""
+    """The tokens, the ids of each token's experts, and the factors by which the results of these experts are
+    multiplied. Every expert has the same number of tokens."""
     made = torch.Generator().manual_seed(7)
     ids = (torch.randperm(tokens * CHOSEN, generator=made) % EXPERTS).view(tokens, CHOSEN)
     return of.drawn(tokens, of.inner).bfloat16(), ids, torch.rand(tokens, CHOSEN, generator=made)

@@ -116,9 +116,9 @@ def heading(row: dict[str, Any]) -> str:
 def operators(rows: Sequence[dict[str, Any]], details: bool = False) -> str:
     """Rows of ``bench.operators`` as tables, one for each GPU, number of ranks, shape, dtype and setting.
 
-    A cell has microseconds and, except for ``keep``, the speed-up over ``keep`` of the same run in brackets. For
-    ``auto``, the brackets also name the schedule. ``best`` is the provider with the largest speed-up. The last columns
-    have its speed-up, its time divided by ``max`` (the bound), and its overlap efficiency.
+    A cell has microseconds. Brackets hold the speed-up over ``keep`` of the same run; cells of ``keep`` have no
+    brackets. For ``auto``, the brackets also name the schedule. ``best`` is the provider with the largest speed-up. The
+    last columns have its speed-up, its time divided by ``max`` (the bound), and its overlap efficiency.
 
     Args:
         details: whether each table is followed by one with every row, also rows whose parameters were set by ``--set``.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the time to send one shard to every peer, by size of the shard.
 
-The providers are NCCL's all-gather, copy engines, stores by SMs (``sm_push``) and bulk copies by SMs (``bulk``). Each
-measurement is one JSON row.
+A *provider* is what sends the shard: NCCL's all-gather, copy engines, stores by SMs (``sm_push``) or bulk copies by SMs
+(``bulk``). Each measurement is one JSON row.
 
     torchrun --nproc-per-node 4 -m bench.transfers --out rows.jsonl
 

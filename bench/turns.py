@@ -66,7 +66,7 @@ class Legs:
         self.came = launch.slot.data.local[:nbytes].view(torch.bfloat16).view(LEGS, self.world_size, shard_rows, WIDTH)
 
     def send(self) -> None:
-        """Make the transfers and wait for the peers' rows. The caller must then launch ``end_kernel``."""
+        """Start the transfers and wait for the peers' rows. The caller must then launch ``end_kernel``."""
         side = side_stream(self.device)
         with side:
             credit_kernel(self.launch)()

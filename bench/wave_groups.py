@@ -7,8 +7,8 @@ previous group's collective have ended.
     torchrun --nproc-per-node 4 -m bench.wave_groups --tokens 4096 8192 --out bench/results/wave_groups.jsonl
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 -m bench.wave_groups
 
-Before the timing, results are compared with fp32 on random data. Then the providers are timed in rounds. Each round has
-one call of every provider.
+Before the timing, results are compared with fp32 on random data. A *provider* is a way to compute a site or a part of
+it. Providers are timed in rounds. Each round has one call of every provider.
 A site's rows, by provider::
 
     keep          the matmul, then the collective. ``bound``: this call's time divided by the time of the longer of the

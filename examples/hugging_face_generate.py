@@ -4,7 +4,8 @@ cache.
 
     torchrun --nproc-per-node 2 examples/hugging_face_generate.py
 
-The weights are random and small. ``auto`` would not overlap sites of this size, so schedule ``ring`` is forced.
+The model is small, and its weights are random. ``auto`` would not overlap sites of this size, so
+schedule ``ring`` is forced.
 """
 
 import tempfile

@@ -72,8 +72,8 @@ def torch_base() -> Iterator[ForkBase]:
 
 @pytest.fixture(scope="session")
 def dynamo_base(torch_base: ForkBase) -> ForkBase:
-    """The base for programs that import Inductor's configuration themselves, after the package. Dynamo, which the
-    configuration imports, is there already."""
+    """The base for programs that import this package first and Inductor's configuration later. The configuration
+    imports Dynamo. To save time, the base has imported Dynamo already."""
     return torch_base.grown(DYNAMO)
 
 

@@ -158,6 +158,6 @@ def largest_error(
     }
     # In exact arithmetic, the gradient of this bias is zero, so its relative error has no meaning.
     errors.pop("gradient of attention.wk.bias", None)
-    # ``max`` would lose a NaN.
+    # The key makes a NaN the largest error, because ``max`` alone may lose a NaN.
     where = max(errors, key=lambda n: float("inf") if math.isnan(errors[n]) else errors[n])
     return errors[where], where

@@ -127,7 +127,7 @@ class DispatchedExperts(torch.nn.Module):
 
     Args:
         shared: whether a shared expert also multiplies all tokens of the rank.
-        exchange: the function that exchanges rows. If it is a local function, no rows are exchanged.
+        exchange: the function that exchanges rows. With ``lambda x, received, sent: x``, the rows stay on their rank.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block of ``dtensor_block``, sharded by hand as in Megatron: autograd functions and sliced weights replace
-DTensor."""
+"""The block of ``bench.support.dtensor_block``, sharded by hand as in Megatron: autograd functions and sliced weights
+replace DTensor."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ class LookupCase:
 
     Attributes:
         tables: tables of each rank.
-        batch: bags (or indices, without bags) that a rank looks up in each table. The all-to-all divides them among the
-            ranks.
+        batch: number of results that a rank looks up in each table. A result is the sum or mean of the rows of one
+            *bag* of indices, or without bags the row of one index. The all-to-all divides the results among the ranks.
         width: elements of a row.
         pooling: number of indices of a bag; the average number if ``jagged``. 0: there are no bags, and each index
             gives one row (``embedding``).
@@ -68,7 +68,7 @@ class LookupSite:
         self.operands = (self.tables, self.indices, self.offsets, self.samples)
 
     def _offsets(self, kind: dict[str, object]) -> torch.Tensor:
-        """The index at which each bag begins, and the end of the last bag."""
+        """The position in a table's ``indices`` at which each bag begins, and the end of the last bag."""
         case = self.case
         device = kind["device"]
         if not case.jagged:

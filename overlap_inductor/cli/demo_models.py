@@ -76,7 +76,8 @@ def parallel_block(
     hidden: int, mesh: DeviceMesh, dtype: torch.dtype, inner: int | None = None, *, values: bool = True
 ) -> nn.Module:
     """The block in sequence-parallel form. ``inner``: the width of its MLP (default: ``4 * hidden``). Input and output
-    are the rank's own shard, ``[1, tokens / W, hidden]``. Without ``values``, the weights are not initialized."""
+    are the rank's own shard, ``[1, tokens / W, hidden]`` on W ranks. Without ``values``, the weights are not
+    initialized."""
     torch.manual_seed(0)
     if values:
         block = Block(hidden, inner or 4 * hidden).to(device=mesh.device_type, dtype=dtype)

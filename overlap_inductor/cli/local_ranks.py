@@ -61,7 +61,7 @@ def run_ranks(
         folder: the folder of the logs. ``rank_<r>.log`` holds a rank's standard error and, except for rank 0, its
             standard output.
         environment: variables of the ranks, without those that this function sets.
-        hosts: network namespaces to run in, one for each rank. If empty, this process's network.
+        hosts: network namespaces to run in, one for each rank. If empty, the ranks run in this process's network.
         timeout: seconds after which all ranks are stopped.
         on_line: called, on another thread, with every line that rank 0 writes to its standard output.
         on_wait: called several times a second.
@@ -131,8 +131,9 @@ def _watch(ranks: list[_Rank], timeout: float, on_wait: Callable[[], None]) -> N
 
 
 def _first_to_blame(failed: list[_Rank]) -> _Rank:
-    """The failed rank to report: the first one whose log ends with a traceback and names no connection; else the first
-    one. A rank whose log names a connection may have failed only because it lost a peer."""
+    """The failed rank to report: the first one with a traceback, but no word "connection", in its log's last lines. If
+    there is none, the first failed rank. A rank that names a connection may have failed only because it lost a
+    peer."""
     blamed = [r for r in failed if "Traceback" in _tail(r) and "onnection" not in _tail(r)]
     return (blamed or failed)[0]
 

@@ -4,4 +4,5 @@
 from __future__ import annotations
 
 MOST_EXTRAS = 2
-"""The largest number of extra tensors that all epilogues of one launch may read together."""
+"""All epilogues of one kernel launch together read at most this many extra tensors. An extra tensor is an input of an
+epilogue other than the matmul's result."""

@@ -21,7 +21,7 @@ class Machine:
         step_seconds: fixed cost of one hop of a ring.
         collective_seconds: fixed cost of a collective.
         overlapped_efficiency: rate of the matmuls of chunks while transfers run, divided by the rate of the whole
-            matmul alone.
+            matmul while no transfer runs.
         least_tiles: the fewest output tiles (128 x 256 elements each) of a matmul for which schedules ``chunked``,
             ``fused`` and ``wave_groups`` pay. Schedule ``chunked`` may pay with fewer tiles if its launches are
             replayed as one CUDA graph.
@@ -51,8 +51,8 @@ class Machine:
 WITHOUT_PEERS = "cuda without peer access"
 
 # One H200 reaches 780 TFLOP/s of dense bf16, and NCCL about 300 GB/s each way on NVLink. NCCL takes SMs and memory
-# bandwidth from the matmuls. On 4 H200s, matmuls of the ring reached 0.75 of the rate of a matmul alone
-# (bench/results/ring_nccl.jsonl).
+# bandwidth from the matmuls. On 4 H200s, matmuls of the ring reached 0.75 of the rate of a matmul beside
+# which no transfer runs (bench/results/ring_nccl.jsonl).
 _CUDA = Machine(
     name="cuda",
     matmul_flops={8: 3e13, 4: 2.5e14, 2: 7.8e14, 1: 1.3e15},

@@ -71,8 +71,8 @@ _as_written: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def keep_as_written(gm: Any, written: Any) -> None:
-    """Remember ``written``, a copy of the inference graph ``gm`` from before a pass on the joint graph rewrote
-    ``gm``."""
+    """Remember ``written`` for the inference graph ``gm``: a copy of ``gm`` that was made before our passes rewrote
+    ``gm``. Inductor runs passes on the joint graph also on inference graphs."""
     _as_written[gm] = written
 
 

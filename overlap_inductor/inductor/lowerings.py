@@ -59,7 +59,7 @@ def _slot(group_name: str, shift: int) -> sympy.Expr:
 
 
 def _strided_view(box: Any, sizes: Sequence[Any], offsets: Sequence[Any]) -> Any:
-    """A view of a block of ``sizes`` in the realized buffer ``box``, from index ``offsets`` on."""
+    """A view of a block of ``sizes`` in the realized buffer ``box``. ``offsets``: the indices of its first element."""
     storage, layout = ir.as_storage_and_layout(box)
     offset = layout.offset + sum(o * s for o, s in zip(offsets, layout.stride, strict=True))
     fixed = ir.FixedLayout(layout.device, layout.dtype, list(sizes), list(layout.stride), offset)
@@ -104,9 +104,9 @@ def _narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
 
 
 def _window(x: Any, dim: int, start: Any, length: Any) -> Any:
-    """On a CPU, the rows become a buffer of their own (a window), which saves time of the C++ compiler (module
-    ``window``). If ``window`` returns ``None``, the op is lowered as ``narrow``. On other devices, a window would only
-    add a node, so the op is always lowered as ``narrow``."""
+    """On a CPU, Inductor treats the ``length`` rows from row ``start`` on as a separate buffer (a window). This saves
+    time of the C++ compiler (module ``window``). If ``window`` returns ``None``, the op is lowered as ``narrow``. On
+    other devices, a window would only add a node, so the op is always lowered as ``narrow``."""
     rows = None
     if x.get_device().type == "cpu":
         rows = window(x, dim, _expression(start), _expression(length))

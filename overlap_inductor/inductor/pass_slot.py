@@ -54,15 +54,15 @@ class OverlapPass(_Base):
 
     def config(self) -> OverlapConfig | None:
         """The configuration for the graph being compiled. A compile scope (``CompileScope``) has facts about this
-        graph. If the current scope is pinned, the graph must use the scope's configuration. If the scope is not pinned,
-        or if there is no scope, the graph uses what ``source`` returns now."""
+        graph. A pinned scope, such as a backward's, also has the configuration that the graph must use. If the current
+        scope is not pinned, or if there is no scope, the graph uses what ``source`` returns now."""
         scope = compile_scope.current()
         return scope.config if scope is not None and scope.pinned else self._source()
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
         scope = compile_scope.current()
         if scope is not None:
-            # The pass may be installed twice, for example in another author's chain.
+            # The pass may be installed twice, for example also in another author's chain. It runs once for each graph.
             if id(graph) in scope.seen:
                 return
             scope.seen[id(graph)] = graph

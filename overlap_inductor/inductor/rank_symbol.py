@@ -4,7 +4,7 @@
 ::
 
     u0 = torch.ops.overlap_inductor.group_rank.default('tp')      # once per call, before any kernel that uses u0
-    buf0 = 0
+    buf0 = 0                                                      # the name of this definition; no kernel reads the 0
     extern_kernels.mm(reinterpret_tensor(x, (4, 8), (8, 1), 32*u0), w, out=buf1)
 
 A kernel that uses the symbol must run after the symbol's definition, and the kernel's CUDA graph partition needs the
@@ -58,8 +58,8 @@ class GroupRank(ir.ExternKernel):
 
     def codegen(self, wrapper: Any) -> None:
         wrapper.writeline(f"{self.symbol} = torch.ops.overlap_inductor.group_rank.default({self.group_name!r})")
-        # CUDA graph partitions get this name as an input, because their kernels are ordered after this kernel. CUDA
-        # graph trees take only tensors and numbers, so the name gets a number.
+        # CUDA graph partitions get this buffer's name as an input, because their kernels are ordered after this
+        # definition. CUDA graph trees take only tensors and numbers, so the name gets a number.
         wrapper.writeline(f"{self.get_name()} = 0")
 
 

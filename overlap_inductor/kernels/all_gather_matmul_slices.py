@@ -9,9 +9,10 @@ more than the slices save.
 Each block takes a ticket when it starts. The ``PUSHERS`` blocks with the first tickets store this rank's shard into the
 peers' workspace, slice after slice (``push.push_slice``). Then they multiply.
 
-Forward progress. When any other block runs, all pushing blocks run or have ended. A pushing block waits only for
-credits, which depend only on the previous call. It multiplies when every piece of its rank has been claimed. So a rank
-sends its shard whatever its tiles wait for, even with one resident block. All waits are bounded (``signals``).
+Forward progress. When any other block runs, all pushing blocks run or have ended. While a block pushes, it
+waits only for credits. Credits depend only on the previous call. A pushing block begins to multiply when every piece of
+its rank's shard has been claimed. So a rank sends its shard whatever its tiles wait for, even with one resident block.
+All waits are bounded (``signals``).
 
 Memory ordering, CUDA graphs: as in ``all_gather_matmul``. A slice has a flag of its own, and each wait for a slice is
 followed by a ``load_fence``.

@@ -7,8 +7,8 @@ Memory ordering: as in ``signals``. A signal is ``bar.red``, after which each of
 repeats ``ld.acquire.sys`` until its own flag has the value, and ``bar.sync`` follows. So all that these threads have
 acquired is visible to the later loads of the whole block. Forward progress, aborts and CUDA graphs: as in ``signals``.
 
-A thread that has seen the abort word set may have left out stores. ``bar.red`` tells every thread whether any thread of
-the block has seen the word set. If one has, no thread signals.
+An abort sets the rank's abort word. A thread that has seen this word set may have left out stores. ``bar.red`` tells
+every thread whether any thread of the block has seen the word set. If one has, no thread signals.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The layout of the memory that host and kernels share. This module holds numbers only and does not import Triton.
 
 A call of a site holds one *slot* of its group's workspace (``runtime.arena``). The flags of a slot lie ``FLAG_WORDS``
-apart. First comes one credit for each rank. Then come ``signals`` flags that rank 0 sets, as many that rank 1 sets, and
+apart. First comes one credit for each rank. Then come the flags that rank 0 sets, as many flags that rank 1 sets, and
 so on. A group's *board* is memory of the host that holds the ranks' fault records (``runtime.board``).
 """
 
@@ -30,9 +30,9 @@ constant ``1``. The other words are unused."""
 STOP_WORDS = 8
 """int32 words of a group's fault memory on a GPU (``runtime.faults``):
 
-* word 0: the abort word;
-* word 1: the number of abort words to set;
-* then three addresses of two words each: this rank's record, the board, and a table of the abort words to set.
+* word 0: the abort word of this rank, which ends the waits of this rank's kernels when it is set;
+* word 1: the number of abort words that a kernel sets when it gives up;
+* then three addresses of two words each: this rank's record, the board, and a table of these abort words' addresses.
 """
 
 WAIT_KINDS = 8

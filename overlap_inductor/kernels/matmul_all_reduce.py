@@ -24,7 +24,8 @@ Each block runs this loop::
                 if this work is ready: do it, and begin again
         if a tile is left: multiply it
 
-Forward progress, with any number of resident blocks. All waits are bounded (``signals``), and they end:
+Forward progress, with any number of resident blocks. All waits are bounded (``signals``), but none
+relies on its bound to end:
 
 * Credits depend only on the previous call.
 * Every other wait begins when all tiles are taken. Each tile is then finished, or is held by a block that multiplies it
@@ -199,8 +200,8 @@ def _copy_tile(
     SLAB: tl.constexpr,
     EPILOGUE: tl.constexpr,
 ):
-    """Copy tile ``(m, n)`` of a peer's finished shard, with its epilogue, into ``out``. ``first_row``: the shard's
-    first row in ``out``."""
+    """Copy tile ``(m, n)`` of a peer's finished shard into ``out``, and apply the epilogue on the way. ``first_row``:
+    the shard's first row in ``out``."""
     one = unless_aborted(1.0, stop)
     at_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
     for first in range(m * BLOCK_M, m * BLOCK_M + BLOCK_M, SLAB):

@@ -62,8 +62,8 @@ def receive_rows(
     WORLD: tl.constexpr, STRIPES: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy every peer's finished shard from the workspace to ``out``. ``finished`` and ``out`` are ``[WORLD, vectors *
-    VECTOR]``. Neighbouring blocks copy different shards, each in ``STRIPES`` interleaved stripes. Grid: ``(WORLD - 1) *
-    STRIPES``."""
+    VECTOR]``. Neighbouring blocks copy different shards. ``STRIPES`` blocks copy a shard, each one of its interleaved
+    stripes. Grid: ``(WORLD - 1) * STRIPES`` blocks."""
     source = (rank + 1 + tl.program_id(0) % (WORLD - 1)) % WORLD
     elements = vectors * VECTOR
     skipped = tl.cast(source, tl.int64) * vectors * VECTOR

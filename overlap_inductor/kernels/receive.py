@@ -55,8 +55,8 @@ def receive_piece(
         staging: int32 words of this rank's workspace: slots of ``staged_words`` words. ``staged_words`` is at
             least ``slot_words``.
         queue: the word that counts claimed pieces.
-        parts, part_words: parts of a slot, and words of a part. The last part may be shorter.
-        copies: pieces of a part.
+        parts, part_words: number of parts of a slot, and number of words of a part. The last part may be shorter.
+        copies: number of pieces of a part.
         BLOCK: words that are copied at once.
     """
     i = tl.atomic_add(queue, 1, sem="relaxed")

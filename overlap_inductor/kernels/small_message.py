@@ -126,7 +126,8 @@ def one_shot(
     site, rank, rows, eights, half, signals, scale, eps,
     WORLD: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, ROW: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``rows * SEGMENTS`` blocks of at least ``WORLD * SEGMENTS`` threads.
+    """The one-shot all-reduce of ``product``. Grid: ``rows * SEGMENTS`` blocks of at least ``WORLD * SEGMENTS``
+    threads.
 
     Args: see ``kernels`` for those not listed.
         product: this rank's partial result ``[rows, columns]``, fp16 or bf16. All tensors here are row-major and
@@ -135,8 +136,9 @@ def one_shot(
         out: the sum over ranks ``[rows, columns]``; with ``NORM`` the normed rows.
         residual, residual_out: ``[rows, columns]``, the residual before and after the add; with ``NORM`` only.
         weight: ``[columns]``, the weight of the norm; with ``NORM`` only.
-        staging: this rank's workspace, two halves of ``half`` elements. A half holds the rows from each source,
-            ``[WORLD, rows, columns]``.
+        staging: this rank's workspace, in two halves. A half holds the rows from each source, ``[WORLD, rows,
+            columns]``.
+        half: number of elements from the beginning of the first half to the beginning of the second.
         flags: ``signal_flag(s, u)`` is the flag of unit ``u`` from source ``s``.
         queues: one word: number of blocks that have read ``calls``.
         ROW: a power of two, at least ``columns``.
@@ -204,8 +206,8 @@ def two_shot(
     site, rank, rows, eights, half, signals, scale, eps,
     WORLD: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, ROW: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``cdiv(rows, WORLD) * SEGMENTS`` blocks of at least ``max(WORLD, SEGMENTS)`` threads. With ``NORM`` there
-    are ``SEGMENTS`` more blocks.
+    """The two-shot all-reduce of ``product``. Grid: ``cdiv(rows, WORLD) * SEGMENTS`` blocks of at least ``max(WORLD,
+    SEGMENTS)`` threads. With ``NORM`` there are ``SEGMENTS`` more blocks.
 
     Args: as ``one_shot``, except for these.
         staging: a half holds partial sums of the rank's own rows ``[WORLD, groups, columns]``, then the sums ``[rows,

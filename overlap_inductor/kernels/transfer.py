@@ -13,7 +13,7 @@ acquires the flag sees the data (``signals``). When a waiting kernel has acquire
 its stream sees the data. The boundary between kernels also orders PTX's generic and async proxies, so this later work
 may be a vendor's matmul.
 
-Forward progress. All waits are bounded (``signals``), and they end:
+Forward progress. All waits are bounded (``signals``). The schedule itself cannot deadlock:
 
 * All ranks launch the steps of a schedule in one order, and in each step the sends before the waits.
 * A wait is for what peers send in this step or in an earlier one. Credits depend only on the previous call.
@@ -98,8 +98,8 @@ def _spoil(result, words, aborted, BLOCK: tl.constexpr):
 
 @triton.jit
 def spoil(result, words, stop, BLOCK: tl.constexpr):
-    """Set ``result`` (``words`` of 4 bytes) to NaN, in every float format, if the group has been aborted. Grid: any
-    number of blocks, on the stream after everything that reads the workspace.
+    """If the group has been aborted, set ``result`` to NaN, in every float format. ``words``: the size of ``result`` in
+    words of 4 bytes. Grid: any number of blocks, on the stream after everything that reads the workspace.
 
     ``spoil`` is for vendors' matmuls and copies, which do not look at the abort word. ``spoil`` also covers rows that a
     peer overwrote too early. A peer without a credit copies only after its ``wait_for_credits`` has set this rank's

@@ -26,8 +26,8 @@ are one release sequence. The collective's kernel starts when the waiting kernel
 
 Aborts (``signals``). An ordinary collective sends the group's rows even after an abort. So after an abort, and in all
 later calls, the waiting kernel overwrites the group's rows with NaN. The collective's sum carries the NaN to every
-rank, even to one whose abort word is not set. A tile that the matmul stores later replaces the NaN, but this rank's
-host finds the abort on the board (host memory for reports of faults: ``runtime.board``).
+rank, even to a rank whose kernels have not seen the abort. A tile that the matmul stores later replaces the NaN, but
+this rank's host finds the abort on the board (host memory for reports of faults: ``runtime.board``).
 
 CUDA graphs. Counters and queue are zero between calls, and a group's number of tiles depends only on the shapes.
 """

@@ -18,8 +18,8 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 
 def sent_operands(emit: StepEmitter, nodes: SentNodes, biases: Biases) -> tuple[list[fx.Node], list[fx.Node], Biases]:
-    """``(left operands, right operands, biases)`` of the matmuls before an all-to-all, such that the product's rows (or
-    columns) are in the ranks' order. A bias of one row becomes a vector."""
+    """``(left operands, right operands, biases)`` of the matmuls before an all-to-all. In the product, the rows (or
+    columns) for rank 0 come first, then those for rank 1, and so on. A bias of one row becomes a vector."""
     columns, sharded = nodes.sharded.dim == 1, nodes.sharded
     in_ranks_order = columns_in_place if columns else rows_in_place
 

@@ -33,5 +33,5 @@ def define(
 
 
 FLEXIBLE = torch.Tag.flexible_layout
-"""The tag of ops that accept inputs of any layout. Under ``needs_fixed_stride_order``, Inductor compares the strides of
-inputs, and a comparison of symbolic strides adds a guard."""
+"""The tag of ops that accept inputs of any layout. They do not have the default tag, because it can add guards. Under
+``needs_fixed_stride_order``, Inductor compares the inputs' strides, and comparing symbolic strides adds a guard."""

@@ -163,8 +163,8 @@ class SiteSchedule(Protocol):
         ...
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
-        """A plan for the token counts at which the schedule is estimated to pay. A ``Reason`` if the schedule pays but
-        cannot be chosen; ``None`` if it never pays."""
+        """A plan for the token counts at which the schedule is estimated to pay. A ``Reason`` if the schedule cannot
+        be chosen, although it pays or may pay; ``None`` if it never pays."""
         ...
 
     def joined(

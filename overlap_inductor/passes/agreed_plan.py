@@ -85,7 +85,7 @@ class SiteFootprint:
         layouts = site.nodes.order_sent()
         self.order = _order(*layouts) if layouts is not None else []
         # The ranks share the site's workspace, and find it by the site's id. Which tiles the ranks exchange in this
-        # workspace depends on the role of the sharded dim.
+        # workspace depends on the role of the sharded dim. So the line names the id and the role.
         needs = planner.workspace([site]).get(self.group)
         self.held = f" as {facts.id} {facts.matmuls[0].role} {needs} of {config.workspace_limit} MiB" if needs else ""
 
@@ -139,9 +139,9 @@ def _terms(site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
 
 
 def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
-    """The order in which ``leaf`` holds the elements of ``sent`` (``SiteNodes.order_sent``): ``(place in sent, size)``
-    of each run in ``leaf``. A run is a sequence of atoms (factors of a dim: ``layouts.Atom``) that follow each other
-    in both layouts. The list is empty if the orders are equal."""
+    """The order in which ``leaf`` holds the elements of ``sent`` (``SiteNodes.order_sent``): ``(number, size)`` of each
+    run, in the order of ``leaf``. A run is a sequence of atoms (factors of a dim: ``layouts.Atom``) that follow each
+    other in both layouts. Runs are numbered in the order of ``sent``. The list is empty if the orders are equal."""
     places = {_key(atom): i for i, atom in enumerate(sent.flat())}
     runs: list[tuple[int, list[Atom]]] = []
     newest = None

@@ -34,7 +34,7 @@ class Context:
     """What the checks read in addition to the site.
 
     Attributes:
-        refusal: why the compile can hold no overlap ops, or ``None``.
+        refusal: why the compiled code cannot hold overlap ops (AOTInductor, for example), or ``None``.
         taken: the matmuls of accepted sites, each with its site's id.
         needed: nodes that must come before the steps of accepted sites. The value is the earliest anchor of the sites
             that need the node. An anchor is the node before which a site's steps are written (``Placement.anchor``).
@@ -206,7 +206,8 @@ def _hoist(site: OverlapSite, context: Context) -> str | None:
 def _crossing(site: OverlapSite, placement: Placement, context: Context) -> str | None:
     """Why this site at ``placement`` and an accepted site would wait for each other's results, or ``None``. The rewrite
     moves the nodes of accepted sites before it moves this site's nodes. So at the same anchor, the nodes of accepted
-    sites come first."""
+    sites come first. Then this site may read them, but accepted sites cannot read nodes that move down for this site.
+    """
     late = {n for n in _read(placement) if n in context.sunk and placement.anchor < context.sunk[n]}
     if late:
         return f"another overlapped site would compute {_names(late)} only after this site's steps need {_them(late)}"

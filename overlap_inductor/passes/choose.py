@@ -42,11 +42,12 @@ def find_and_choose(
     """Find and decide all sites.
 
     If one of the matmuls that a site sums belongs to another site, the summing site leaves the matmul to the other
-    site. But sometimes the other site is not overlapped. So two changes are tried. A change is kept if it overlaps more
-    sites, or as many sites with more matmuls:
+    site. But sometimes the other site is not overlapped. So these two changes are tried:
 
     - If the other site is not overlapped, the summing site takes the matmul.
     - If the rest of the sum is the matmul's bias, the matmul and the addition become two nodes (``fused_sums.unfold``).
+
+    A change is kept if it overlaps more sites, or as many sites with more matmuls.
 
     Args:
         phase: inference, forward or backward.

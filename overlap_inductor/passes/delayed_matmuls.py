@@ -14,7 +14,7 @@ For a collective that stays in the graph::
     y = wait_tensor(all_gather(e))                ->  dw = after(mm(dy^T, x), g)
                                                       y = wait_tensor(g)                  # ordered after dw
 
-Op ``after`` returns its first argument, which is computed after the second one.
+Op ``after(x, y)`` returns ``x``. The kernel that computes ``x`` runs after the op that returned ``y``.
 
 Contract: the pass runs on a rewritten graph, before the graph's order is fixed. Matmuls move in two ways:
 

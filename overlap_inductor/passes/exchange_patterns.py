@@ -48,8 +48,8 @@ class AllToAllExperts:
 
 
 class MatmulAllToAll:
-    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). It is tried before ``AllToAllMatmul``. So an exchange between
-    a projection and an attention of plain matmuls is hidden by the projection."""
+    """Pattern ``matmul -> all-to-all`` (see ``Pattern``). It is tried before ``AllToAllMatmul``. So if an
+    exchange stands between a projection and attention written as matmuls, the projection hides the exchange."""
 
     name = "matmul_all_to_all"
     kind = "all_to_all"

@@ -33,7 +33,7 @@ from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import CollectiveNode
 
 MOST_NODES = 200
-"""The most nodes of the search from an all-to-all back to its matmul."""
+"""The search from an all-to-all back to its matmul stops when it has found this many nodes."""
 
 
 def find_banded(collective: CollectiveNode, owned: Collection[fx.Node]) -> BandedNodes | None:
@@ -157,8 +157,8 @@ def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple
 
 
 def _externals(layouts: dict[fx.Node, Layout], through: dict[fx.Node, fx.Node], band: Atom) -> list[fx.Node]:
-    """The tensors that the ops after the matmul read from outside the region. Raises ``LayoutError`` if one
-    of them cannot be cut into bands."""
+    """The tensors that the row-wise ops between matmul and all-to-all read, except results of the matmul or of these
+    ops. Raises ``LayoutError`` if a tensor has the dim that is cut into bands, but cannot be cut there."""
     found: dict[fx.Node, None] = {}
     for user in layouts:
         if user in through or matmuls.parse(user) is not None:

@@ -4,8 +4,8 @@ exchange that returns them (``sites.dispatched_nodes``)::
 
     wait_tensor(all_to_all(x))[index] -> grouped matmuls, pointwise ops -> index_put(empty, [index], y) -> all_to_all
 
-The rewrite cuts the experts' rows into one piece for each rank that sent rows. Every op in between computes each row by
-itself, and a row keeps its expert.
+The rewrite cuts the experts' rows into one piece for each rank that sent rows. A piece can be computed
+alone, because every op between the exchanges computes each row by itself, and a row keeps its expert.
 
 The index must hold each row once (``sites.permutations``). ``index_put`` would leave a missing row at its old values,
 and a repeated row would be computed twice.

@@ -67,7 +67,8 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
         return False
     if phase == "backward":
         # The matmul of a weight's gradient may have a gathered activation on the right, and a transposed gradient on
-        # the left. Beside a gathered weight, the left operand is not transposed.
+        # the left. Beside a gathered weight, the left operand is not transposed. So a gather beside a transposed left
+        # operand is no gather of a weight.
         return all(c.operand == "rhs" and tools.permutation(c.matmul.lhs) is None for c in nodes.consumers)
     return all(c.operand == "rhs" for c in nodes.consumers)
 

@@ -10,7 +10,8 @@ its block on (``all_to_all``), or gathers all blocks (``all_gather``)::
     k, v  = pieces of wait_tensor(moved)
     y1    = scaled_dot_product_attention(q, k, v); merge y1 into y0
 
-Without the overlap pass, Inductor may start the exchange after ``y0``.
+Without the overlap pass, Inductor may start the exchange after ``y0``. The overlap pass starts the exchange before
+``y0``, and waits for it after ``y0``.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def _beside(first: CollectiveNode, reader: AttentionNode, search: Search) -> lis
 
 
 def _why_not_moved(nodes: HeldNodes) -> Reason | None:
-    """Why an exchange cannot start before the attention, or a wait cannot stand behind it; else ``None``."""
+    """Why an exchange cannot start before the attention, or why its wait cannot stand behind the attention. ``None``
+    if both are possible."""
     late, early = nodes.late_starts(), nodes.early_readers()
     where = nodes.attention.node.name
     if late and early:
@@ -153,7 +155,8 @@ def _may_hold_collectives(node: fx.Node) -> bool:
 
 
 def _later_reader(exchange: CollectiveNode, after: fx.Node) -> fx.Node | None:
-    """A node between ``after`` and the exchange that computes with the memory that the exchange sends."""
+    """A node between ``after`` and the exchange that computes with the memory that the exchange sends, or
+    ``None``."""
 
     def is_view(node: fx.Node) -> bool:
         viewed = node.target is tools.aten.select.int or tools.is_reshape(node) or tools.permutation(node) is not None

@@ -8,7 +8,7 @@ of its own, and needs all tables' results for its slice of the batch::
     g = wait_tensor(all_to_all_single(dy))                                        # backward
     dw0, dw1 = embedding_bag_backward(g[:, :width], ...), embedding_bag_backward(g[:, width:], ...)
 
-All results must have one shape and dtype. Other nodes may stand in between:
+The results of a rank's tables must have one shape and dtype. Other nodes may stand in between:
 
 - between ``cat`` and collective: views and permuted copies;
 - between a lookup and ``cat``: also pointwise ops, sums and means.
@@ -74,7 +74,7 @@ def gradients_after(collective: CollectiveNode) -> list[LookupNode]:
 
 
 def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
-    """The site at a collective that ``lookups_before`` accepts, or why there is none."""
+    """The site at a collective for which ``lookups_before`` finds lookups, or why there is no site."""
     found = lookups_before(collective)
     parts = [part for part, _ in found]
     try:
@@ -103,8 +103,8 @@ def find_pooled(collective: CollectiveNode) -> PooledNodes | Reason:
         for part, lookup in found
     )
     # Which indices belong to a slice of a batch of bags is known only at run time, from the offsets. So bags are not
-    # looked up rank by rank. A single table that is not looked up rank by rank has no other lookup that could hide its
-    # exchange.
+    # looked up rank by rank. If the only table is not looked up rank by rank, no other lookup can hide the table's
+    # exchange, so the site is refused.
     if len(parts) == 1 and not by_rank:
         return _one_table(collective, ", or one table of plain rows that can be looked up rank by rank")
     return PooledNodes(
@@ -126,7 +126,7 @@ def _not_sent_as_made(parts: list[fx.Node], joined: fx.Node, collective: Collect
 
 
 def find_gradients(collective: CollectiveNode) -> GradientNodes | Reason:
-    """The site at a collective that ``gradients_after`` accepts, or why there is none."""
+    """The site at a collective for which ``gradients_after`` finds gradients, or why there is no site."""
     gradients = gradients_after(collective)
     try:
         sent, given = layouts_of(collective)
@@ -198,7 +198,8 @@ def _computed(part: fx.Node, lookup: LookupNode) -> bool:
 
 
 def _readers(part: fx.Node, lookup: LookupNode) -> set[fx.Node]:
-    """The readers of the lookup's result and of the views that lead to ``part``, without these views."""
+    """The nodes that read the lookup's result, ``part`` or a view between the two. The views and ``part`` itself are
+    left out."""
     views = {part}
     while part is not lookup.node:
         part = part.args[0]

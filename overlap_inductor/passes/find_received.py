@@ -95,8 +95,8 @@ def _wire(given: Layout, read: Layout) -> Layout:
 
 
 def behind_views(node: fx.Node, layout: Layout) -> tuple[fx.Node, Layout]:
-    """The tensor of which ``node`` is a view or a permuted copy, and its layout. The walk stops at a reshape that the
-    layout cannot follow."""
+    """``(source, layout of source)``, where ``node``, of layout ``layout``, is a view or a permuted copy of ``source``.
+    A reshape that the layout cannot follow ends the search for ``source``."""
     while node.op == "call_function":
         order = tools.permutation(node)
         if order is not None:

@@ -65,8 +65,8 @@ def _scatter_source(cat: fx.Node, world_size: int) -> tuple[fx.Node, int] | Reas
                 "not_plain_scatter",
                 f"piece {i} takes rows of dim {piece.dim} in steps of {piece.step}; expected consecutive rows",
             )
-        # ``cat`` on dim 0 requires equal sizes in all other dims. So pieces along another dim are equal. If the size of
-        # that dim is symbolic, nothing checks that the pieces cover the dim.
+        # ``cat`` on dim 0 requires equal sizes in all other dims. So pieces that are cut along another dim have
+        # one length. If the size of that dim is symbolic, this function does not check that the pieces cover the dim.
         equal = piece.dim != 0 if isinstance(size, torch.SymInt) else shard * world_size == size
         same = source is None or (piece.base is source and piece.dim == dim)
         if not same or not (equal or same_size(shard * world_size, size)):

@@ -6,8 +6,8 @@ node. One gather may move several tensors, and each reader takes a part. In this
 and values::
 
     both = wait_tensor(all_gather(stack([k, v])))           # [R * 2, batch, heads, s, width]
-    k = cat([select(piece, 0, 0) for piece in split(both, 2)], dim=2)
-    ->  k is the first of the 2 tensors in each rank's shard; the ranks' parts follow each other in dim 2
+    keys = cat([select(piece, 0, 0) for piece in split(both, 2)], dim=2)
+    ->  keys holds the first of the 2 tensors in each rank's shard; the ranks' parts follow each other in dim 2
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Part:
     Attributes:
         layout: the atoms of each dim of the node. An atom is a dim, or a factor of a dim (``layouts.Atom``). These
             atoms are those of the gathered tensor, except that a cut replaces an atom by the part that is left.
-        cuts: the cuts of each rank's shard, in order.
+        cuts: the cuts that take the elements from each rank's shard, in the order in which they are made.
         rank: the rank whose elements the node holds, or ``None`` for all ranks.
     """
 

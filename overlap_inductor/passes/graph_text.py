@@ -12,7 +12,7 @@ from torch import fx
 from overlap_inductor.torch_compat import operators
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""The address in the text of a plain Python function, for example ``sym_sum``."""
+"""The address in the text of a Python function, as in ``<function sym_sum at 0x7f00>``."""
 
 
 def readable(graph: fx.Graph) -> str:

@@ -5,7 +5,7 @@ Contract: ``graph`` is a functional post-grad graph. The pass changes it in plac
 
 - It rewrites the sites that are legal and chosen.
 - It orders the other collectives of these sites' groups, and may delay matmuls (``passes.delayed_matmuls``).
-- It erases gathers of the sequence-parallel rewrite that this graph does not read.
+- It erases each all-gather of a stretch that was rewritten, if this graph does not read the all-gather's result.
 
 If the rewrite of a site fails, the graph is restored and the other sites are tried again. The pass does not
 communicate. Ranks with equal graphs and settings decide alike. The graphs of ranks may differ. So the ranks compare
@@ -234,7 +234,7 @@ def _report_of_failure(
     graph: fx.Graph, config: OverlapConfig, about: dict[str, Any], error: Exception
 ) -> OverlapReport:
     """The report of a graph in which this pass overlaps nothing. Stretches that the sequence-parallel pass has
-    rewritten stay rewritten, so the ranks must still compare their inputs."""
+    rewritten stay rewritten, so this report holds ``stretches`` and ``same_inputs`` too."""
     failure = Failure.of(error, "pass")
     notice = f"the overlap pass failed ({failure.error}); the graph was left as written. {BUG_REPORT}"
     log.warning("overlap_inductor: %s", notice, exc_info=True)

@@ -49,7 +49,7 @@ class Miss:
     Attributes:
         reasons: why there is no site; empty if nothing resembles the pattern.
         final: whether the finder asks no further pattern.
-        anchor: if ``final``, the node whose module the report names; ``None`` for the collective.
+        anchor: if ``final``, the node whose module the report names. ``None``: it names the collective's module.
         left: as in ``Match``.
     """
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline: our passes, and the slot of ``torch.compile`` in which each of them runs.
+"""The pipeline: our passes, and the slot in which each of them runs. A *slot* is a setting of Inductor that holds
+custom passes.
 
 ::
 
@@ -10,8 +11,8 @@
     POST_GRAD  forward, backward and inference graphs, each on its own
                pass "overlap": collectives and the matmuls beside them become overlap ops
 
-If a slot has no pass, ``enable``, ``disable`` and ``overlap`` install nothing in it. So if a pass is added to such a
-slot later, compiles run this pass only after the next call of one of these functions.
+If a slot has no pass, the functions ``enable``, ``disable`` and ``overlap`` install nothing in the slot. So if a pass
+is added to such a slot later, compiles run this pass only after the next call of one of these functions.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ class Rewriter:
                         follow.meta["val"] = tools.value(chain)
 
     def _placed(self, sites: list[DecidedSite]) -> list[tuple[DecidedSite, fx.Node]]:
-        """Make room for the sites' steps. Returns ``(site, node before which its steps are written)`` in the order of
-        the chain. Raises ``RuntimeError`` if an earlier move left no place for a site."""
+        """Make room for the sites' steps. Returns ``(site, node before which its steps are written)`` for each
+        site, in the graph's order. Raises ``RuntimeError`` if an earlier move left no place for a site."""
         anchors: list[tuple[fx.Node, DecidedSite]] = []
         behind: set[fx.Node] = set()
         for site in sites:
@@ -176,8 +176,8 @@ class Rewriter:
                 # The nodes that were moved down may read the steps' results. So the steps come before these nodes.
                 anchors.append((placement.sunk[0], site))
                 continue
-            # The steps come right after the last node that was moved down. Nodes that another site moves there may read
-            # the steps' results, and come after the steps.
+            # If nodes were moved down, the steps come right after the last of them. Another site may later move nodes
+            # to the same place. These nodes may read the steps' results, so they come after the steps.
             anchors.append((placement.sunk[-1] if placement.sunk else placement.anchor, site))
             behind.update(placement.sunk[-1:])
         self.current = None
@@ -310,7 +310,7 @@ def _first_on(device: torch.device, before: fx.Node) -> fx.Node:
             break
         if tools.is_tensor(node) and tools.value(node).device == device:
             return node
-    raise RuntimeError(f"no tensor on {device} is computed before {before.name}; expected at least its input")
+    raise RuntimeError(f"no tensor on {device} is computed before {before.name}; expected a collective's input")
 
 
 def _tensor_of(graph: fx.Graph, node: fx.Node) -> fx.Node:

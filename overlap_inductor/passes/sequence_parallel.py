@@ -62,7 +62,8 @@ SAME = "overlap_inductor_same_on_all_ranks"
 """Metadata of an input that must be the same on all ranks of a group: the group's name."""
 CLEARLY = 4
 """A graph for few tokens keeps its all-reduces up to a limit of tokens. The limit is at least this many times the
-number at which the rewrite may begin to pay: a small gain is not worth another compile."""
+number at which the rewrite may begin to pay. Calls that reach the limit need another compile, for which a small gain
+is not enough."""
 Numbered = list[tuple[int, Stretch]]
 
 

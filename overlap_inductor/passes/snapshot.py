@@ -23,8 +23,9 @@ def rewrite_or_restore(
     """Rewrite ``chosen``; if that fails, restore the graph from ``snapshot``.
 
     Returns:
-        What ``Rewriter.apply`` returns, or the failure. The failure names the failed site, the two sites of the failed
-        seam (stage ``seam``), or all sites.
+        ``(what the ranks compare before data moves, names of the plan's groups)`` from ``Rewriter.apply``, or the
+        failure. The failure names the two sites of a seam (stage ``seam``), one site, or all sites. It names all sites
+        if no single site was being rewritten.
     """
     try:
         return rewriter.apply(chosen)
@@ -61,8 +62,8 @@ class Snapshot:
     def restore(self) -> None:
         """Give the graph new nodes with the old names and metadata."""
         # ``erase_node`` needs a node without users, and the half rewritten graph may be out of order. So first remove
-        # every edge. A node inserted before an erased node is not in ``graph.nodes``, but may use nodes there. So the
-        # set below also holds the users of these nodes.
+        # every edge. A node inserted before an erased node is not in ``graph.nodes``, but may use a node there. So the
+        # set below holds the nodes of ``graph.nodes``, and all nodes that use one of them.
         for node in {*self.graph.nodes, *(user for n in self.graph.nodes for user in n.users)}:
             node.args, node.kwargs = (), {}
         for node in list(self.graph.nodes):
@@ -78,5 +79,5 @@ def copy_into(source: fx.Graph, target: fx.Graph) -> None:
     output.meta = copy.copy(next(n for n in reversed(source.nodes) if n.op == "output").meta)
     for node, twin in mapping.items():
         twin.meta = copy.copy(node.meta)
-        # The graph still treats the erased names as taken, so a copy would get another name.
+        # A restored graph still treats the names of its erased nodes as taken, so a copy would get another name.
         twin.name = node.name

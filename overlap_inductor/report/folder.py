@@ -16,8 +16,8 @@ RANK = re.compile(r"rank_(\d+)")
 
 @dataclass(frozen=True)
 class Written:
-    """The folder of one rank's report of a graph. ``mark``: the content of its ``run.json``, or ``None``
-    (``read_mark``)."""
+    """The folder of one rank's report of a graph. ``mark``: the content of the folder's ``run.json``.
+    ``None`` if there is no such file, or if ``read_mark`` cannot read it."""
 
     rank: int
     place: Path

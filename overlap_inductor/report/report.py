@@ -130,7 +130,7 @@ class OverlapReport:
         return value
 
     def __str__(self) -> str:
-        """The headline, the estimated total and the first rows of sites."""
+        """The report's title, the estimated total, and a line for each of the first groups of sites."""
         from overlap_inductor.report.short import render_short
 
         return render_short(self)

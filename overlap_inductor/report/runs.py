@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distinguish the runs that write to one dump folder. Each run has an id, which is the same on all of its ranks.
 
-Ranks write reports while graphs are compiled, so they cannot communicate to agree on the id. The id is made of:
+A rank writes a report when it compiles a graph. Other ranks may compile at other times, so the ranks cannot
+communicate to agree on the id. The id is made of:
 
 1. the launcher's variables that are the same on all ranks;
 2. the launching process, if all ranks share one;

@@ -250,8 +250,8 @@ _parsed = functools.lru_cache(maxsize=4096)(ExchangePlan.from_json)
 
 
 def require(group: dist.ProcessGroup, text: str) -> None:
-    """Raise unless the ranks agree upon the plan. If they have not agreed upon it yet, compare the plan here. This
-    happens if the graph does not run in Inductor's own callable.
+    """Raise unless the ranks agree upon the plan. If they have not agreed upon it yet, compare the plan here. The
+    comparison is needed here only if the graph does not run in Inductor's own callable.
 
     Args:
         text: an ``ExchangePlan`` as JSON.

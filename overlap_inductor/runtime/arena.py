@@ -9,9 +9,9 @@ A rank must not write into a slot that a peer still reads. Two protocols ensure 
 credit when its call ends (``kernels.signals.credit_flag``). ``HALVES``: calls use the two halves of the slot in turn
 (``kernels.small_message``).
 
-``prepare`` allocates a graph's slots at the graph's first run, which must be outside any capture. A site with dynamic
-sizes requests memory for a planned maximum. A call above the maximum runs without overlap. Slots are never moved, grown
-or freed while the group lives, because captured graphs hold their addresses.
+``prepare`` allocates a graph's slots at the graph's first run, during which no CUDA graph may be captured. A site with
+dynamic sizes requests memory for a planned maximum. A call above the maximum runs without overlap. Slots are never
+moved, grown or freed while the group lives, because captured CUDA graphs hold their addresses.
 """
 
 from __future__ import annotations

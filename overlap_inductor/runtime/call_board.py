@@ -97,7 +97,7 @@ def constant(state: GroupState, plan: ExchangePlan) -> str:
 
 
 def value(state: GroupState, plan: ExchangePlan) -> CallPlace:
-    """The value of a rank that runs ``plan`` in the call that was counted last."""
+    """This rank's value if it runs ``plan`` in the call that was counted last."""
     return CallPlace(constant(state, plan), state.passed, state.place, state.mark)
 
 
@@ -173,8 +173,8 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
     - overlap is off on a rank, at this call;
     - overlap is disabled for the group;
     - this rank has skipped a call by mistake (``_skipped_by_mistake``);
-    - each missing rank has reported that it is beyond this call (``call_report``). Its value then has the mark
-      ``SKIPPED``;
+    - each missing rank has reported that it is beyond this call (``call_report``). The result then holds a value with
+      the mark ``SKIPPED`` in place of the rank's own value;
     - no plan of the group was agreed upon yet, and no missing rank has announced itself within ``ABSENT`` seconds.
 
     Args:
@@ -227,8 +227,9 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
 
 
 def _read(state: GroupState, mine: ExchangePlan, waiting: list[int], found: dict[int, str]) -> dict[int, str]:
-    """Move the ranks that have published their value from ``waiting`` to ``found``. Returns what ``_earlier`` returns
-    for ``waiting``. Raises ``Overwritten``."""
+    """Move the ranks that have published their value from ``waiting`` to ``found``. If one of them
+    published a call that this rank ran uncompiled, stops there and returns ``{rank: value}`` for it. Otherwise returns
+    an empty dict. Raises ``Overwritten``."""
     for rank in list(waiting):
         text = state.published(rank)
         if text is None:
@@ -283,7 +284,7 @@ def soon(page: CallPage, call: int, text: str) -> bool:
     The other ranks see the last rank's value within microseconds. So all ranks go on at nearly the same time.
     """
     look = page.watcher(call, text)
-    # Ranks in step find each other's entries here, without a system call.
+    # If the ranks begin this call at nearly the same time, they find each other's entries here, without a system call.
     if any(look() for _ in range(_LOOKS)):
         return True
     begun, waited = time.perf_counter(), 0.0

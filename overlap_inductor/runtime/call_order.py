@@ -12,7 +12,9 @@ call: an event that is recorded after the previous call's last launch. The new c
 previous call's stream, because such work may wait for a peer that waits for the new call. ::
 
     rank 0:  A on S1, recv on S1, B on S2             B waits for A, not for recv
-    rank 1:  A on S1, B on S2, send on S1             the send waits for B; rank 0's recv waits for the send
+    rank 1:  A on S1, B on S2, send on S1             the send reads B's result, so it waits for B
+
+Rank 0's recv waits for rank 1's send. If rank 0's B waited for the recv, rank 1's B would wait for rank 0's B for ever.
 
 Threads. The order of calls is the order in which threads get the lock. A call's thread holds the lock from the wait for
 the previous call until the new call's event is recorded. The lock also guards what calls on the device share: side

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``CallPage``: memory that all ranks of a group on one machine map. At each call of a graph, each rank writes there
 its *value*: which plan it runs. Then it may write *verdicts*: whether the ranks may overlap (``call_board``). A rank
-sees in about a microsecond whether all others run the same plan. (The store takes a fraction of a millisecond:
-``call_store.CallStore``.)
+sees in about a microsecond whether all others run the same plan. (Without a page, ranks
+use the group's store, which takes a fraction of a millisecond: ``call_store.CallStore``.)
 
 ::
 

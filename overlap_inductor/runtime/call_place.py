@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CallPlace``: the place of a rank's call in the sequence of a group's collectives. It tells whether calls of two
-ranks are the same call.
+"""``CallPlace``: the place of a rank's call of a compiled graph in the sequence of a group's collectives. Two places
+tell whether the calls of two ranks are the same call.
 
 The n-th call of one rank need not be the n-th call of another. One rank may run a frame uncompiled, or its graph may be
-broken into two. The collectives are issued in either case. So a call's *place* is the number of the group's collectives
-that the rank has issued before the call. It counts the collectives of the graphs that the rank called, and those that
-the backend counted between calls::
+broken into two. The rank still issues the same collectives. So a call's *place* is the number of the group's
+collectives that the rank has issued before the call. It counts the collectives of the graphs that the rank called, and
+those that the backend counted between calls::
 
     rank 0   A: place 0   (uncompiled: one collective)   C: place 2
     rank 1   A: place 0    B: place 1                    C: place 2
 
-Calls are published under the number of the call (``call_board``). Rank 0 finds B where it expected C. B ends at place
-2, where C begins, so rank 0 has run B uncompiled. Rank 0 writes that it skipped this number, and goes on to the next
-one. Rank 1, which waits in B, reads this and runs its plain program.
+Each rank publishes its n-th call under the number n (``call_board``). Rank 0 published C as its second call, and finds
+that rank 1 published B as its second call. B ends at place 2, where C begins, so rank 0 has run B uncompiled. Rank 0
+writes that it skipped this number, and goes on to the next one. Rank 1, which waits in B, reads this and runs its plain
+program.
 
 The backend's count is exact if it counts collectives only, as NCCL does. Gloo also counts sends and receives, so two
 ranks may count differently. With such a backend, calls at different places are still the same call if their plans,
@@ -29,7 +30,8 @@ SKIPPED, REFUSED, MOVED = "-", "!", "~"
 
 * ``SKIPPED``: the rank ran this call uncompiled;
 * ``REFUSED``: the rank runs this call's graph without overlap, and does not wait for the other ranks;
-* ``MOVED``: the rank has skipped a number to reach this call, so the ranks must exchange verdicts.
+* ``MOVED``: the rank has skipped a number to reach this call, so the ranks must exchange verdicts
+  on whether to overlap it (``runtime.verdict``).
 """
 
 

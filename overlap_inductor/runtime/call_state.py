@@ -48,7 +48,8 @@ class GroupState:
         overlapped: for each agreed plan, its collectives.
         told: digests of plans whose text this rank has published. The word ``"here"`` is also in the set, if this
             rank has published that it compiles with overlap on (``call_board.announce``).
-        reported: the differences that were logged, as tuples of digests, or ``("uncompiled",)``.
+        reported: the differences that were logged, as tuples of digests. ``("uncompiled",)`` stands for every verdict
+            ``ONCE`` (``call_board``).
         newest: the plan that was agreed upon last.
         apart: why overlap is disabled for the group; ``""`` if it is not.
         page: the group's call page, shared memory to which each rank writes its value for a call. ``None`` before the
@@ -131,7 +132,7 @@ class GroupState:
                 self.between, self._counted = new > 0, None
 
     def returned(self) -> None:
-        """Note that the newest call has issued its collectives. Later ones are outside of the call."""
+        """Note that the newest call has issued its collectives. Collectives after that are outside of the call."""
         self._counted = self._count()
 
     def reached(self) -> int | None:

@@ -5,8 +5,8 @@
 A kernel that gives up, or a host that calls ``abort``, writes its rank's record to the group's *board*: memory of the
 host for such records (``runtime.board``). It also sets the abort words of all ranks that share the board: words in GPU
 memory that end the waits of kernels. A host sets these words by copies on a stream of their own, so the copies never
-queue behind a kernel that waits. If a host cannot copy, the peers' watchdogs read the board and stop the waits on their
-own GPUs (``stop_waits``).
+queue behind a kernel that waits. A *watchdog* is a thread that reads the board (``runtime.watchdog``).
+If a host cannot copy, the peers' watchdogs stop the waits on their own GPUs (``stop_waits``).
 
 The next call on every rank that shares the board raises an error. The error names the first wait that timed out, or
 another rank that aborted the group.
@@ -127,7 +127,8 @@ class FaultRecord:
         def make() -> FaultRecord:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            # The exchange leaves out the abort word, which must stay 0 until a rank gives up or aborts the group.
+            # ``shared_board`` gets all words but the first. The first word is the abort word, which must stay 0 until a
+            # rank gives up or aborts the group.
             words = memory.local[1:]
             exchange = _Behind(words, tuple(peer[1:] for peer in memory.peers))
             board = shared_board(group.rank(), exchange, together)

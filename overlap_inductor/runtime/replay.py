@@ -6,8 +6,9 @@ A call of schedule ``chunked`` has 10 to 80 launches. They took 240 to 690 us of
 us (slow host, 4 H200s).
 
 Contract. ``launched(launch, what, tensors, start, replays, copied)``: ``start()`` launches work on the current stream,
-and on streams that it forks and joins. The work may depend on ``what``, on the layouts and addresses of ``tensors``,
-and on the allocations that hold the tensors in ``copied``. It may depend on nothing else that changes between calls. ::
+and on streams that it forks and joins. ``what`` is a hashable value from the caller. The work may depend on
+``what``, on the layouts and addresses of ``tensors``, and on the allocations that hold the tensors in ``copied``. It
+may depend on nothing else that changes between calls. ::
 
     first call                  start()
     second call                 capture start() and replay the graph; start() if the capture fails

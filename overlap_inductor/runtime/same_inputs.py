@@ -10,9 +10,10 @@ inputs:
 - *Arguments* of a call: ``difference`` compares them in the call in which the ranks agree upon a plan.
 
 If a graph has several groups, ``difference`` also compares its parameters, once for each set of parameters
-(``were_compared``). The plan cannot hold their digests, because a parameter may rightly differ in one of the groups.
+(``were_compared``). The plan of a graph is compared in all its groups. It cannot hold these digests, because a
+parameter may rightly differ between the ranks of one of the groups.
 
-An example of ``difference`` on three ranks::
+An example of ``difference`` on three ranks. The verdict is the text that ``difference`` returns on all three::
 
     rank 0                    rank 1                          rank 2
     writes digests            reads them; all equal its own   reads them; "primals_7" differs from its own

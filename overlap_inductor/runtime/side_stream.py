@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams, beside the current one, on which a schedule's transfers and waits run. One stream for transfers and
-one for waits suffice for a device, because its calls run one after the other (``runtime.call_order``)."""
+"""The streams, beside the current one, on which a schedule's transfers and waits run. A device needs only one
+stream for transfers and one for waits, because the calls on a device run one after the other
+(``runtime.call_order``)."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class SideStream:
     """Work launched inside ``with side:`` runs after the work that is already on the current stream, and concurrently
     with later work there. ``join`` makes the current stream wait for the side stream.
 
-    Every use ends with ``join`` before the op returns. So tensors used here may be freed on the current stream, and
-    captures of the current stream hold this work.
+    An op that uses the side stream calls ``join`` before the op returns. So tensors that the side stream uses may be
+    freed on the current stream, and a capture of the current stream also contains the side stream's work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +47,7 @@ class SideStream:
 
     def join(self) -> None:
         """Make the current stream wait for everything launched here. Does nothing if the side stream was not entered
-        since the last ``join``. (In a capture, CUDA would refuse the wait.)"""
+        since the last ``join``. (In a capture, CUDA refuses to wait for a stream that the capture does not contain.)"""
         if not self._used:
             return
         self._used = False
@@ -62,8 +63,8 @@ class InOrder(nullcontext[None]):
 
 
 class WaitingStream:
-    """A stream for kernels that wait, beside the copies on the current stream. Call ``follow`` first. Then ``before``
-    launches such a kernel, and the next work on the current stream waits for the kernel.
+    """A stream for kernels that wait. The copies stay on the current stream. Call ``follow`` first. Then ``before``
+    launches a kernel that waits, and the next work on the current stream waits for this kernel.
 
     On one stream, a copy starts 12 us after the end of a kernel. If the copy instead waits for an event of another
     stream, and the event is long past, the copy starts at once.

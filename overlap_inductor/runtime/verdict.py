@@ -79,7 +79,7 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
             found.append({})
             behind[number] = _left_behind(state)
     if known and len(states) == 1 and not behind[0] and _all_equal(states[0], plan, found[0]):
-        # No verdict is needed, so ranks that wait for a late rank return as soon as it publishes its value.
+        # All values are equal, so no verdict is needed. Ranks that wait for a late rank return once it has published.
         states[0].newest = plan
         return YES
     here = [_of_this_call(s, plan, values) for s, values in zip(states, found, strict=True)]

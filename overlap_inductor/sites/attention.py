@@ -33,9 +33,9 @@ class _Kind:
     """An attention op that can run on a part of the keys. Its first two results are the output and the log-sum-exp.
 
     Attributes:
-        mask: the argument that is added to the scores, or ``None`` if pieces cannot have one.
+        mask: name of the argument that is added to the scores. ``None`` if an op on a part of the keys gets no mask.
         mask_dims: the fewest dims of a mask: 2 (queries and keys), or 4 (with batch and heads).
-        mask_block: a piece with a mask has a multiple of this number of keys.
+        mask_block: an op with a mask must read a multiple of this number of keys.
         unread: an argument that must not be given.
         asks_for_sums: whether the op needs ``compute_log_sumexp`` for the log-sum-exp.
         hidden_is_zero: whether a query that sees no key gets 0. If not, its output is not defined.

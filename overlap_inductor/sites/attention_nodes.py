@@ -133,8 +133,8 @@ class AttentionNodes(SiteNodes):
         return {*ends, *self.between(), self.attention.node, *self.attention.results()}
 
     def read_in_place(self) -> bool:
-        # A view of the earlier gather may stand before the later gather. It then moves down to the later gather, and
-        # the steps are written before the view.
+        # A view of the earlier gather may stand before the later gather. The rewrite then moves the view down to
+        # the later gather, and writes the site's steps before the view.
         return True
 
     def unused_after(self, replaced: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:

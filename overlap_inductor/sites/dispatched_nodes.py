@@ -112,8 +112,8 @@ class DispatchedNodes(SiteNodes):
         return [*self.steps, self.put, *self._readers()]
 
     def places(self) -> list[Placement]:
-        """One place, right before the second exchange. Nodes outside the site that stand before this place, and are
-        computed from the steps, move down to this place."""
+        """There is one place for the nodes that the rewrite writes: right before the second exchange. Nodes outside
+        the site that stand before this place, and are computed from ``self.steps``, move down to this place."""
         return [Placement(self.combine.node, self._readers(), [], [])]
 
     def _readers(self) -> list[fx.Node]:

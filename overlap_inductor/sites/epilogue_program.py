@@ -2,8 +2,8 @@
 """``Epilogue``: pointwise ops that a kernel computes on each tile of a result. ``applied`` computes them with torch.
 
 An ``Epilogue`` holds a program, and the kinds of the extra tensors that the program reads besides the result. Each op
-of the program assigns one new value. The last value takes the place of the result. A custom op gets
-its epilogues as JSON text. The text of the epilogue ``silu(x) * e0`` is::
+of the program assigns one new value. The last value takes the place of the result. A custom op gets its epilogues as
+JSON text: a list with one entry for each result. The entry of the epilogue ``silu(x) * e0`` is::
 
     {"extras": ["full"],
      "ops": [["neg", "x"], ["exp", "t0"], ["add", "t1", 1.0], ["div", "x", "t2"], ["mul", "t3", "e0"]]}

@@ -45,8 +45,8 @@ def is_counted(node: fx.Node) -> bool:
 def flops(node: fx.Node) -> float | None:
     """The FLOPs of a node that ``is_counted``; causal attention counts as full attention.
 
-    ``None`` if a size of a matmul or of an attention is symbolic, or if a tensor has no example. Also ``None`` if
-    PyTorch's or the user's formula raises. The error is logged.
+    ``None`` if a size of a matmul or of an attention is symbolic, or if a node has no example tensor
+    (``node.meta["val"]``). Also ``None`` if PyTorch's or the user's formula raises. The error is logged.
     """
     namespace, name = operators.qualified_name(node)
     if namespace == "aten" and name in _MATMULS:
@@ -93,7 +93,7 @@ def _formula(node: fx.Node) -> Any:
 
 
 def _sizes(node: Any) -> list[int] | None:
-    """The rounded sizes of a tensor; ``None`` if one is symbolic or there is no example."""
+    """The rounded sizes of a tensor; ``None`` if a size is symbolic or the node has no example tensor."""
     if not tools.is_tensor(node) or not all(isinstance(s, int) for s in tools.shape(node)):
         return None
     return [rounded(s) for s in tools.shape(node)]

@@ -88,7 +88,7 @@ class GatherNodes(SiteNodes):
 
     @property
     def shard_shape(self) -> list[Size]:
-        """The sizes of one rank's shard, in the order in which its elements are sent."""
+        """The shape of one rank's shard, as the collective sends it."""
         return tools.shape(self.collective.input)
 
     @property
@@ -153,7 +153,8 @@ class GatherNodes(SiteNodes):
         return found
 
     def behind_views(self, node: fx.Node) -> fx.Node:
-        """The first node on the way back from ``node`` that is no view or copy."""
+        """Follow ``node`` back through views and copies. Returns the first node that is neither, at the latest the
+        collective's wait."""
         while node is not self.collective.wait and (node in self.through or tools.copies(node)):
             node = self.through.get(node, node.args[0])
         return node
@@ -201,7 +202,7 @@ class GatherNodes(SiteNodes):
         return set() if self.collective.wait in replaced else {*replaced, *self.through}
 
     def rename(self, replaced: Mapping[fx.Node, fx.Node]) -> None:
-        """Does nothing: operands are read from the matmuls' arguments."""
+        """Does nothing: the operands are read from the matmuls' arguments, which the rewrite itself replaces."""
 
     def cut(self) -> tuple[list[Size], str] | None:
         return None

@@ -53,7 +53,7 @@ class GroupedNode(MatmulNode):
 
     @property
     def ends(self) -> fx.Node:
-        """For each expert, the end of its rows."""
+        """For each expert, the index of the row after its last row."""
         return operators.argument(self.grouped, "offs")
 
     @property

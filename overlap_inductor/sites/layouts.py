@@ -121,7 +121,8 @@ class Layout:
         return Layout(tuple(tuple(leaf for atom in dim for leaf in atom.leaves()) for dim in self.dims))
 
     def flat(self) -> list[Atom]:
-        """Atoms in order, without those of size 1. A rank atom stays, with the next atom if ``total`` counts it."""
+        """Atoms in order, without those of size 1. A rank atom always stays. The atom after a rank atom also stays if
+        the rank atom has a ``total``, because ``total`` counts both."""
         atoms = [a for dim in self.refined().dims for a in dim]
         counted = {id(b) for a, b in zip(atoms, atoms[1:], strict=False) if a.total is not None}
         return [a for a in atoms if not same_size(a.size, 1) or a.rank or id(a) in counted]
@@ -173,7 +174,7 @@ class Layout:
         """The layout of ``cat(split(x, dim=source), dim=target)``: the rank atom moves to the front of ``target``.
 
         Args:
-            size: full size of ``target``. Needed if symbols do not show that the world size divides it.
+            size: size of dim ``target`` in the result. Needed if symbols do not show that the world size divides it.
 
         Raises:
             LayoutError: ``source`` does not begin with the rank atom, or the rank atom is uneven. Also raised if

@@ -147,9 +147,9 @@ class GradientNodes(TableNodes):
 
     Attributes:
         slices: ``{node: number of its table}`` for the nodes that take one table's gradients from the result.
-        read: layout of such a node, in the atoms of ``wire``.
+        read: layout of a node of ``slices``, in the atoms of ``wire``.
         source: the tensor that is sent: the collective's input, or the tensor of which the input is a permuted copy.
-        last_first: whether the graph reads the last table first.
+        last_first: whether the graph reads the last table's gradients first.
     """
 
     slices: dict[fx.Node, int]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``LookupNode`` presents a lookup in an embedding table, or the gradient of a table, as a matmul.
 
-The left operand, the selection, says which rows of the table are added, and with which weights. Most elements of the
-selection are zero::
+The left operand, the selection, says which rows of the right operand are added, and with which weights. Most elements
+of the selection are zero::
 
                                 out[M, N]          lhs[M, K]               rhs[K, N]
     embedding, embedding_bag    out[bags, width] = selection[bags, rows] @ table[rows, width]
@@ -93,7 +93,7 @@ def parse(node: fx.Node) -> LookupNode | None:
 
 
 def parse_gradient(node: fx.Node) -> LookupNode | None:
-    """``node`` as a gradient of a table, or of the weights of samples, or ``None``."""
+    """``node`` as a ``LookupNode``, if it computes the gradient of a table or of per-sample weights. Else ``None``."""
     found = _GRADIENTS.get(node.target)
     if found is None or not tools.is_tensor(node):
         return None

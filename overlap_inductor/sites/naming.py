@@ -41,7 +41,7 @@ def site_id(pattern: str, module: str, phase: str, ordinal: int, moves: str) -> 
         module: path of the user's module, or ``""``.
         phase: ``inference``, ``forward``, ``backward``, or ``joint`` for a stretch.
         ordinal: index of the site's collective among those of the graph.
-        moves: reduce op, dtype and last size of what the collective moves.
+        moves: the collective's reduce op, and dtype and last dim's size of the tensor that the collective moves.
     """
     digest = hashlib.sha256(f"{pattern}|{module}|{phase}|{ordinal}|{moves}".encode()).hexdigest()[:8]
     return f"{pattern}-{digest}"

@@ -61,7 +61,8 @@ class MatmulSizes:
     Attributes:
         own: the dims (M, N, K) whose size may differ between ranks.
         memory: bytes that a lookup or a table's gradient reads and writes; 0 for a matmul.
-        causal: whether the op as written skips the keys (K) after a query (M). A schedule's pieces do not skip them.
+        causal: for attention, whether the op as written skips, for each query (M), the keys (K) after this query. A
+            schedule's pieces do not skip them.
     """
 
     batch: list[Size]

@@ -31,7 +31,7 @@ aten = tools.aten
 
 @dataclass(frozen=True)
 class NormEpilogue:
-    """What the op reads besides the matmul's operands, and the nodes that it replaces.
+    """What the op of ``small_message`` reads besides the matmul's operands, and the nodes that the op replaces.
 
     Attributes:
         residual: tensor of the all-reduce's shape and dtype.

@@ -47,7 +47,7 @@ def nodes_between(node: fx.Node, source: fx.Node) -> set[fx.Node]:
 def padded_output(
     padding: fx.Node, leaf: MatmulNode, layout: Layout, sharded: ShardedDim
 ) -> tuple[Padding, ShardedDim]:
-    """``(padding, how the output of leaf is cut)``.
+    """Returns a ``Padding`` for the node ``padding``, and how the output of ``leaf`` is cut.
 
     Args:
         padding: the node that ``padding_before`` found. If it appends no columns, the returned ``ShardedDim`` counts

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that an index tensor holds each index once, from the nodes that compute the tensor.
 
-Such an index brings rows from their senders' order into the experts' order. ``v`` holds the numbers of rows for each
-rank and expert. ``f`` reorders these numbers by views and permutations::
+Such an index brings rows from their senders' order into the experts' order. A run is the rows from one rank for
+one expert. ``v`` holds the number of rows of each run. ``f`` reorders these numbers by views and permutations::
 
     segment = repeat_interleave(f(v))                       # for each row, the number of its run of rows
     index   = f(cumsum(v) - v)[segment] + arange(rows) - (cumsum(f(v)) - f(v))[segment]
@@ -10,8 +10,8 @@ rank and expert. ``f`` reorders these numbers by views and permutations::
 Let ``y = x[index]``. Run ``i`` of ``y`` is the run of ``x`` that ``f`` moves to place ``i``. So ``y`` has each run of
 ``x`` once, and ``index`` holds each index once.
 
-The backward graph gets the index as an input. So the pass on the joint graph records its proof in the index's metadata.
-The partitioner copies the metadata to both graphs.
+The backward graph gets the index as an input, without the nodes that compute it. So the pass on the joint graph records
+its proof in the index's metadata. The partitioner copies the metadata to both graphs.
 """
 
 from __future__ import annotations

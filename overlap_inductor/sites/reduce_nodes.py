@@ -186,8 +186,8 @@ class ReduceNodes(SiteNodes):
         self.through = {n: replaced.get(source, source) for n, source in self.through.items()}
 
     def cut(self) -> tuple[list[Size], str]:
-        """The sizes ``outer`` and ``chunk`` of the dim that is cut (``ShardedDim``). For a gathered output, the number
-        of rows with padding."""
+        """See ``SiteNodes.cut``. The sizes are ``outer`` and ``chunk`` of the dim that is cut (``ShardedDim``). For a
+        gathered output, the only size is the number of rows with padding."""
         if self.ends[0].kind == "all_gather":
             return self.padded_shape[:1], ""
         return [self.sharded.outer, self.sharded.chunk], f" on dim {self.sharded.dim}"

@@ -6,8 +6,8 @@ its inputs. So the op can be computed on a part of the rows. A bracket holds the
 or its factors (``sites.layouts``). R counts the ranks::
 
     gathered [R s] [h] -> pow, mean(-1), rsqrt, mul -> [R s] [h]      the mean needs the whole of h
-    gathered [R s] [h] * scale [rows, 1] -> [R s] [h]                 scale is cut with the rows
-    cat(gathered [R s] [h], y [rows, c], 1) -> [R s] [h + c]          y is cut with the rows
+    gathered [R s] [h] * scale [rows] [1] -> [R s] [h]                scale is cut with the rows
+    cat(gathered [R s] [h], y [rows] [c], 1) -> [R s] [h + c]         y is cut with the rows
 """
 
 from __future__ import annotations

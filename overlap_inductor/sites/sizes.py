@@ -77,8 +77,8 @@ def has_example(site: OverlapSite) -> bool:
 
 
 def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
-    """FLOPs, bytes and tiles of the site at ``scale`` times its example token count. Only the FLOPs of matmuls are
-    counted."""
+    """FLOPs, bytes and tiles of the site at ``scale`` times its example token count. The FLOPs are those of the site's
+    matmuls; other ops count none."""
     flops, skipped, tiles = 0.0, 0.0, 0
     sizes = site.nodes.matmul_sizes()
     for matmul in sizes:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of the group ``torch.backends``, which ``import torch`` calls at its end.
+"""The function that ``import torch`` calls at its end, as an entry point of the group ``torch.backends``.
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` prevents the call.
 
 An exception here would break ``import torch`` for everybody. So the entry point only reads the variables
-``OVERLAP_INDUCTOR`` and ``OVERLAP_INDUCTOR_DUMP``. If one of them asks for something, the entry point leaves a hook for
-the import of a module of Inductor. For ``OVERLAP_INDUCTOR``, it also registers the name of the log. The first
-compile checks the variables' values.
+``OVERLAP_INDUCTOR`` and ``OVERLAP_INDUCTOR_DUMP``. If there is something to do, the entry point installs a hook that
+runs when a module of Inductor is imported. For ``OVERLAP_INDUCTOR``, the entry point also registers the name of the
+log. The first compile checks the variables' values.
 """
 
 from __future__ import annotations

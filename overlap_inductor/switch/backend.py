@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend of ``torch.compile(model, backend="overlap_inductor")``: Inductor with the pass in it.
 
-A patch of Inductor's configuration adds the pass. The patch holds for one compile, and for a backward that is compiled
-later.
+A patch of Inductor's configuration adds the pass. The patch holds for the compile of one graph, and for the compile
+of this graph's backward, which may come later.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ _NOT_OF_ALL_RANKS = {"monitored_barrier", "send", "recv", "isend", "irecv", "bat
 def in_collective(thread: int) -> bool:
     """Whether the thread ``thread`` (``threading.get_ident``) is inside a collective: an op of a ``c10d`` namespace, or
     a function of ``distributed_c10d``. Functions that send or receive, and ``monitored_barrier``, are no collectives
-    here, because gloo also counts their sends and receives. The number of these may differ between ranks."""
+    here. In gloo, their sends and receives are part of the count of collectives (``distributed.counter``), and their
+    number may differ between ranks."""
     frame = sys._current_frames().get(thread)
     for _ in range(_FRAMES):
         if frame is None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads which operator a node calls, its arguments, and which of them it writes. (The type of an operator is private in
-PyTorch.)"""
+"""Reads which operator a node calls, the operator's arguments, and which arguments the operator writes. This module is
+in ``torch_compat``, because the type of an operator (``torch._ops.OpOverload``) is private in PyTorch."""
 
 from __future__ import annotations
 

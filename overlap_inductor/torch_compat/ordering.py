@@ -67,8 +67,8 @@ def note_order(graph: fx.Graph) -> None:
 
 
 def moved(graph: fx.Graph) -> str | None:
-    """The name of a node whose number of preceding writes differs from the record of ``note_order``, or ``None``. Newer
-    nodes have no record and are not checked."""
+    """The name of a node whose number of preceding writes differs from the record of ``note_order``, or ``None``. Nodes
+    that were added after ``note_order`` have no record, and are not checked."""
     found: list[str] = []
     _each_access(
         graph, lambda node, counts: found.append(node.name) if node.meta.get(_NOTED, counts) != counts else None

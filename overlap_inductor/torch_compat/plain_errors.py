@@ -47,7 +47,7 @@ def _plain_type(kind: Any) -> Any:
             self.__dict__.update(vars(error))
 
         def remove_dynamo_frames(self) -> Any:
-            # Undo the advice that Dynamo has added to the message.
+            # Dynamo has added advice to the message. Set the message back to the original error's.
             self.args = self._error.args
             return self if config.verbose else self.with_traceback(None)
 

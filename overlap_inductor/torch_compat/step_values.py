@@ -31,8 +31,12 @@ class StepValues:
         self._known: dict[Any, tuple[Any, ...] | None] = {}
 
     def evaluate(self, node: fx.Node, site: str) -> Any:
-        """Returns the result of ``node`` for the fake tensors of its arguments, and marks the node (``mark``).
-        ``site``: the site's id. The node may take this id as an argument, but the result does not depend on the id."""
+        """Returns the result of ``node`` for the fake tensors of its arguments. Marks the node as up to date
+        (``up_to_date``).
+
+        Args:
+            site: the site's id. The node may take this id as an argument, but the result does not depend on the id.
+        """
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         mark(node)
         # A graph has one fake mode.

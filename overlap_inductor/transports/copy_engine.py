@@ -181,8 +181,9 @@ def _copies_with_flags(
 
 
 def _turn(launch: Launch, transfer: Transfer, before: int, number: int) -> PreparedKernel | None:
-    """A kernel that waits for the turn of part ``number``. It waits until the part's receiver has got part ``before``
-    from the rank that sends there one turn earlier. ``None`` if that rank is this rank."""
+    """A kernel that waits for the turn of piece ``number``, which this rank sends right after piece ``before``. While
+    this rank sends piece ``before``, another rank sends a piece to the receiver of piece ``number``. The kernel waits
+    until that receiver has got the other rank's piece. ``None`` if both pieces of this rank go to one receiver."""
     from overlap_inductor.kernels.transfer import wait_for_turn
     from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 

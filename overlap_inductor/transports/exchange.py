@@ -23,7 +23,7 @@ from overlap_inductor.transports.transport import Exchanges
 from overlap_inductor.transports.transport import Message
 from overlap_inductor.transports.transport import Pending
 
-# Far from tags that users pick, so that a user's own message on the group cannot match.
+# Message tags start here, far from tags that users pick. So a user's own message on the group does not match.
 _TAG_BASE = 0x0A1D_0000
 _HOPS_PER_EXCHANGE = 1 << 15
 _EXCHANGES_IN_FLIGHT = 1 << 14

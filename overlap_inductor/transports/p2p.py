@@ -2,7 +2,7 @@
 """Transport ``p2p``: messages by ``torch.distributed`` send and receive, on the group's own backend.
 
 * NCCL: a hop's receives and sends are one coalesced batch. A communicator needs the same order of operations on all
-  ranks, and a batch is one operation.
+  ranks. A batch is one operation, so every rank can list its receives before its sends.
 * gloo: all receives of an exchange are posted before the first send, so both directions of a link are busy.
 """
 

@@ -12,8 +12,8 @@ bidirectional  W//2 S   2 [1]_  as ``ring``, half of the shards each way        
 owner          (W-1) S  1       partial sum for rank r+1+i, straight there        CommFuse Fig. 8b
 travel         (W-1) S  1       sum so far for rank r-1-i, to r+1                 CommFuse Alg. 2
 broadcast      S        W-1     own piece j to every other rank                   direct all-gather
-direct         (W-1) S  1       slice for rank r+1+i, straight there; each slice  CommFuse sections 1.5, 1.6
-                                received has its own slot
+direct         (W-1) S  1       slice for rank r+1+i, straight there; the slice   CommFuse sections 1.5, 1.6
+                                from rank q is received in slot q
 =============  =======  ======  ================================================  ===================================
 
 .. [1] If W is even, the last step uses one link.

@@ -49,7 +49,7 @@ class SmPush:
             "first": numbers[0],
             "count": len(numbers),
             # The distance from one shard's start to the next one's. If there are gaps between shards, each shard is one
-            # part, and the kernel stops at the part's end.
+            # part. The kernel copies no row after the part's end, so it does not copy the gap.
             "shard_vectors": transfer.step * row_vectors,
             "part_vectors": transfer.part_rows * row_vectors,
             "origin": transfer.origin * row_vectors,

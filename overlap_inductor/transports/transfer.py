@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Transfer``: which rows of a shard go where in the peers' workspace. Plain numbers only."""
+"""``Transfer``: which rows of a shard go where in the peers' workspace. It holds plain numbers only."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ def test_parts_of_a_dynamic_size_may_be_equal() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_a_result_that_is_also_read_before_the_exchange() -> None:
-    """The site of the matmul before the exchange is refused. If a matmul also reads what arrives, the exchange is
-    overlapped with that matmul."""
+    """If no matmul reads what arrives, the site of the matmul before the exchange is refused. If a matmul reads what
+    arrives, the exchange is overlapped with that matmul."""
     x, w, v = torch.randn(4, 16), torch.randn(16, 8), torch.randn(8, 8)
 
     def both(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, after: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -100,7 +100,7 @@ def test_forms_that_have_a_reason_on_gpus(op: str, given: dict[str, Any], code: 
 @pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("op", ["flash", "cudnn", "efficient"])
 def test_training_graphs_of_gpus_are_kept_with_a_reason(op: str) -> None:
-    """The forward graph saves the attention's log-sum-exp."""
+    """The forward graph saves the attention's log-sum-exp for the backward, so the site is refused."""
     (site,) = _OnGpu(op, last_result=1).report().sites
     (reason,) = site.decision.reasons
     assert (site.decision.status, reason.code) == ("refused", "other_users") and "saved for the backward" in reason.text
@@ -108,8 +108,8 @@ def test_training_graphs_of_gpus_are_kept_with_a_reason(op: str) -> None:
 
 @pytest.mark.usefixtures("two")
 def test_attention_whose_result_is_not_read() -> None:
-    """Dead code elimination keeps the attention, because CUDA's attention ops count as impure. Its gathers are near
-    misses."""
+    """Dead code elimination keeps the attention, because CUDA's attention ops count as impure. The gathers of keys and
+    values are near misses."""
     report = _OnGpu("flash", is_read=False).report()
     assert report.failures == [] and report.sites == []
     assert {m.reason.code for m in report.near_misses} == {"no_matmul"}

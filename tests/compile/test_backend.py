@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.compile(model, backend="overlap_inductor")``: options, modes, late backwards, and refused compiles."""
+"""``torch.compile(model, backend="overlap_inductor")``: options, modes, backwards that are compiled later,
+and refused compiles."""
 
 from __future__ import annotations
 

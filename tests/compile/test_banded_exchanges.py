@@ -79,7 +79,8 @@ def _over_tokens(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _of_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The exchange cuts the result into slices of rows, so a band goes to one rank only."""
+    """A band must hold a part of every rank's slice. Here each row goes to one rank only, so
+    neighbouring rows make no band."""
     y = x @ w
     return exchange(y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
 

@@ -108,7 +108,8 @@ def test_hit_in_the_backend_and_by_enable_share_one_entry(cache: Path) -> None:
 
 
 def test_hit_writes_the_dump_to_the_current_folder(cache: Path, tmp_path: Path) -> None:
-    """The dump folder is not part of the key. The stored report is written to the current folder."""
+    """The dump folder is not part of the key. A hit writes the stored report to the dump folder that is set at the
+    hit."""
     overlap_inductor.enable(dump=str(tmp_path / "a"))
     train()
     start_again()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-parallel rewrite and the caches: on a hit, no pass runs, and the report is that of the compile."""
+"""The sequence-parallel rewrite and torch's compile caches. On a cache hit, no pass runs. The report then equals the
+report of the compile that filled the caches."""
 
 from __future__ import annotations
 

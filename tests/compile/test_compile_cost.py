@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of the pass in a compile, counted and not timed: evaluations of fake tensors, and searches for
+"""The cost of the pass in a compile, counted and not timed: evaluations of operators on fake tensors, and searches for
 collectives."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def blocks(layers: int) -> HandGraph:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Counter[str]:
-    """How often fake tensors evaluate each operator in ``run``."""
+    """How often ``run`` evaluates each operator on fake tensors."""
     seen: Counter[str] = Counter()
     dispatch = FakeTensorMode.dispatch
 

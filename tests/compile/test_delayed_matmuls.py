@@ -124,7 +124,8 @@ def test_order_in_the_generated_code() -> None:
         return y, all_gather(rows, 0, world()).relu(), first, second
 
     shapes = (512, 16), (16, 512), (512, 512), (8, 64), (8, 100_000), (8, 99_999)
-    # In an inference graph, Inductor would move the gradients behind both collectives before our pass runs.
+    # With ``reorder_for_locality``, Inductor moves the gradients of an inference graph behind both collectives before
+    # our pass runs.
     code = lines_of(fn, *shapes, world_size=2, rank=0, options={"reorder_for_locality": False})
     lines = [line for line in code if line and line[0] != "#"]
     flights = {

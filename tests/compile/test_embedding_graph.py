@@ -114,15 +114,16 @@ def test_tables_are_sent_while_others_are_looked_up() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_rows_are_looked_up_for_one_rank_after_the_other() -> None:
-    """One kernel computes each piece, and nothing is copied before the exchange. The rank's own rows are looked up
-    last."""
+    """Each piece has one kernel of its own, and nothing is copied before the exchange. The rank's own rows are looked
+    up last."""
     with fake_group(3):
         forward, _ = _trained_code("embedding", 2, sub_chunks=1)
     assert forward[: forward.index("wait") + 1] == ["start", *["pointwise", "send"] * 4, "pointwise", "wait"]
 
 
 def test_the_lookups_themselves_do_not_change_and_ranks_compare_how_they_send() -> None:
-    """Bags are looked up by the program's own ops and arguments. So results, saved tensors and errors stay the same."""
+    """Bags are looked up by the program's own ops with the program's own arguments. So results, saved tensors and
+    errors stay the same."""
     with fake_group(2):
         forward, backward = _reports("sum", "cat")
         rows, _ = _reports("embedding", "cat")

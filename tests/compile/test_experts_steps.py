@@ -38,7 +38,7 @@ def _multiplied(report: OverlapReport) -> int:
 
 @pytest.mark.parametrize(("kind", "matmuls"), [(Experts, 2), (BiasedExperts, 2), (ApartExperts, 3)])
 def test_all_grouped_matmuls_run_in_blocks(kind: type[Experts], matmuls: int) -> None:
-    """This also holds if the site becomes one looping op."""
+    """With a budget of 1 node, the site becomes one looping op. Then no grouped matmul stays in the graph."""
     several = [{"step_node_budget": 10_000}, {"step_node_budget": 1}]
     with fake_group(2), torch.no_grad():
         found = reports_by_fields(kind(0, 2), *inputs(32), several=several, sub_chunks=2)
@@ -48,7 +48,7 @@ def test_all_grouped_matmuls_run_in_blocks(kind: type[Experts], matmuls: int) ->
 
 
 def test_rows_are_gathered_in_blocks() -> None:
-    """Each block gathers the rows of its own tokens. No gather copies the rows of all blocks."""
+    """Each block copies the rows of its own tokens (``index``). No ``index`` copies the rows of all blocks."""
     with fake_group(2), torch.no_grad():
         report = report_of(Experts(0, 2), *inputs(32), sub_chunks=2)
     gathers = [line for line in report.after.split("\n") if "= aten.index.Tensor(arg1_1, " in line]

@@ -62,7 +62,7 @@ def test_a_pass_that_fails_after_the_rewrite_undoes_it(monkeypatch: pytest.Monke
 
 def test_the_report_of_a_failure_keeps_the_inputs_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stretches of the sequence-parallel pass stay rewritten. They are right only if the ranks' inputs are equal,
-    so the ranks must still compare them."""
+    so the ranks must still compare the inputs."""
     found = []
     for fails in (False, True):
         if fails:

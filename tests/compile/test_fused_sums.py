@@ -49,7 +49,7 @@ def test_each_product_is_multiplied_in_pieces(name: str) -> None:
     (site,) = found.sites
     assert site.decision.status == "overlapped" and len(site.facts.matmuls) == count and not found.near_misses
     assert "mm_plus_mm" not in found.after and "_c10d_functional" not in found.after
-    # There is a matmul for each rank's slice.
+    # Each product has at least one matmul for each of the two ranks' slices.
     assert len(re.findall(r"= aten\.(?:add)?mm\.default", found.after)) >= 2 * count
 
 

@@ -162,7 +162,8 @@ def test_bags_of_dynamic_lengths() -> None:
 
 
 def _chosen(longest: int, mine: int) -> tuple[str, dict[str, float]]:
-    """The chosen schedule for bags of up to ``longest`` rows, and the estimates of all compared schedules."""
+    """The chosen schedule, and the estimates of all compared schedules. Each rank has ``mine`` samples, and each bag
+    has ``longest`` rows."""
     torch._dynamo.reset()
     with fake_group(8), torch.no_grad():
         model = DLRM(8, 64, 64, 5)

@@ -86,8 +86,8 @@ def test_a_dynamic_token_count_holds_workspace_up_to_the_planned_maximum(monkeyp
     with fake_group(2):
         (site,) = dynamic_site(8192).run(schedule="auto", patterns=("matmul_all_reduce",), max_tokens=9000).sites
         (small,) = dynamic_site(16).run(schedule="auto", max_tokens=9000).sites
-    # The schedules and their order do not depend on the example's token count. 16 rows do not even fill one row of
-    # tiles.
+    # The schedules and their order do not depend on the example's token count. They are the same for 8192 rows and for
+    # 16 rows, which do not fill one row of tiles.
     assert (
         [p.schedule for p in site.decision.plan]
         == ["small_message", "keep", "fused", "keep"]

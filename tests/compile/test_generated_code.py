@@ -64,7 +64,8 @@ def test_an_op_that_is_fused_elsewhere_stays_there() -> None:
 
 
 def test_order_of_a_reduction() -> None:
-    """Each partial sum is sent before the next one is computed. The rank's own partial sum is computed last."""
+    """Each partial sum is sent before the next one is computed. The partial sum of the rank's own slice is computed
+    last."""
     lines = lines_of(lambda x, w: reduce_scatter(x @ w, "sum", 0, world()), (128, 32), (32, 24))
     assert events(lines) == ["start", *["mm", "send"] * (WORLD_SIZE - 1), "mm", "wait", "pointwise"]
 

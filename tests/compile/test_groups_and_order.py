@@ -22,8 +22,8 @@ from tests.support.spellings import world
 
 
 def test_other_groups_are_left_alone_and_in_order() -> None:
-    """On a 2-D mesh, the tensor-parallel site is overlapped. The data-parallel collectives keep number, group and
-    order."""
+    """On a 2-D mesh, the tensor-parallel site is overlapped. The data-parallel collectives keep their number,
+    their group and their order."""
     with fake_group(8, 3), torch.no_grad():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
@@ -49,7 +49,7 @@ def test_other_groups_are_left_alone_and_in_order() -> None:
 
 
 def test_ranks_of_a_sub_group_of_a_mesh_have_one_text() -> None:
-    """The graphs of a sub-group's first and last rank must have one text. The texts of two sub-groups may differ."""
+    """The graphs of a sub-group's first and last rank must be equal as text. Graphs of two sub-groups may differ."""
     texts: dict[int, set[str]] = {0: set(), 1: set()}
     for rank in (0, 3, 4, 7):
         with fake_group(8, rank), torch.no_grad():

@@ -77,7 +77,8 @@ def test_a_single_collective_is_left_to_its_estimate() -> None:
 
 
 def test_a_small_message_needs_no_time_of_the_gpu() -> None:
-    """The op of a small message takes less host time than the matmul and the collective that it replaces."""
+    """One op of schedule ``small_message`` replaces a matmul and its collective. The host launches this op faster than
+    those two."""
     assert codes(layers(16, 2)) == ["small_message"] * 2
 
 
@@ -103,8 +104,8 @@ def test_a_matmul_with_another_dtype_of_its_result() -> None:
 
 
 def joint(forward: int, backward: int) -> list[bool]:
-    """For each collective of a joint graph with two layers per direction: whether the host limits it. The arguments are
-    token counts."""
+    """For each collective of a joint graph with two layers per direction: whether ``host_time.limits`` leaves its site
+    as written. The arguments are token counts."""
     graph = HandGraph()
     ahead = through(graph, graph.input(forward, 8192, dtype=BF16), 2)
     back = through(graph, graph.input(backward, 8192, dtype=BF16, name="tangents_1"), 2)

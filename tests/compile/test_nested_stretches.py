@@ -53,8 +53,8 @@ def test_a_nested_compile_region_is_not_rewritten(trains: bool) -> None:
 
 
 def test_the_forward_holds_no_gather_that_only_the_backward_reads() -> None:
-    """The norm's gradient reads the norm's input twice. The forward saves only this rank's rows of the input, and
-    the backward gathers them."""
+    """The norm's gradient needs the norm's input. For this, the forward saves only this rank's rows of the input,
+    and the backward gathers them."""
     forward, backward = _reports(_layer, True)
     assert [s.status for s in forward.stretches] == ["rewritten"]
     assert "overlap_inductor.gather_start" in backward.after

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rewritten graph has one text on all ranks, and a bounded number of nodes. Golden files hold the steps."""
+"""The rewritten graph has one text on all ranks, and a bounded number of nodes. Golden files hold rewritten graphs."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def test_gather_on_an_inner_dim_in_parts_golden() -> None:
 
 
 def test_scatter_golden() -> None:
-    """Each partial sum is sent before the next matmul. The rank's own slice comes last. The sums are added once, in
-    fp32."""
+    """Each partial sum is sent before the next matmul. The rank's own slice is multiplied last. Then all partial
+    sums are added, in fp32."""
     with fake_group(2):
         check_golden(golden(hand_made("scatter inner dim", 2).run(sub_chunks=1)), "one_text/scatter.txt")
 

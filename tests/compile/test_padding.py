@@ -45,7 +45,7 @@ QUICK = (
     "scatter uneven rows",
     "gathered output",
 )
-"""The cases that ``make test`` runs: some of each pattern."""
+"""The cases that ``make test`` runs."""
 
 
 @pytest.mark.parametrize("repeats", [False, pytest.param(True, marks=pytest.mark.thorough)])
@@ -122,8 +122,8 @@ def test_padding_of_the_next_matmul_does_not_change_the_epilogue(budget: int) ->
 
 @pytest.mark.parametrize("mode", ["on", "report"])
 def test_matmuls_elsewhere_are_padded_as_before(mode: str) -> None:
-    """A softmax is between the first matmul and the collective. In mode ``on``, the site's own matmul is not padded. In
-    mode ``report``, all matmuls are padded."""
+    """The site has only the second matmul, because a softmax follows the first one. The first matmul is padded in both
+    modes. The site's matmul is padded in mode ``report`` only."""
     group = torch.distributed.group
 
     def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

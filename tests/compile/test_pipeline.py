@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass on the joint graph (forward and backward in one) is one entry of ``PIPELINE``. The switch puts the pass into
-Inductor's setting ``joint_custom_post_pass`` (a slot), and takes it out. The pass is part of the cache key."""
+"""A pass on the joint graph (forward and backward in one) is one entry of ``PIPELINE``. While overlap is on,
+Inductor's setting ``joint_custom_post_pass`` (a slot) holds the pass. The pass is part of the cache key."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def _with_a_size_of_the_run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
 
 
 QUICK = [(_with_a_constant, False), (_with_a_branch, False), (_with_a_size_of_the_run, True)]
-"""Programs of ``make test``, and whether their sizes are dynamic. Another test runs ``_plain``."""
+"""The programs that ``make test`` runs here, and whether their sizes are dynamic. ``_plain`` is left out, because other
+tests of this file run it."""
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_the_plain_program_runs_the_collectives_as_written(
     """The test checks sizes and code, because the fake group's collectives return uninitialised memory."""
     inputs = [torch.randn(6, 8), torch.randn(8, 5), torch.randn(5, 7)]
     # With static sizes, generated code calls ATen, which saves a second of building C++. With dynamic sizes, these
-    # calls would fix some sizes.
+    # calls would make some sizes static.
     aten_only = torch._inductor.config.patch(fallback_by_default=not dynamic)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), aten_only:
         with overlap_inductor.overlap(schedule="ring"):
@@ -130,8 +131,8 @@ def test_a_backward_finds_what_its_forward_would_have_saved(ranks_differ: list[A
 
 
 def test_results_have_the_strides_that_were_promised() -> None:
-    """The backward was compiled for the strides of the overlapped graph's results. So the plain program must return
-    these strides."""
+    """The backward was compiled for the strides of the overlapped graph's results. So the plain program's results
+    must have these strides."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     s0 = ShapeEnv().create_unbacked_symint()

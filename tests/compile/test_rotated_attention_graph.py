@@ -192,8 +192,8 @@ def test_an_opaque_op_between_attention_and_exchange() -> None:
 
 
 def test_what_is_sent_is_computed_with_after_the_attention() -> None:
-    """Inductor may compute an op on the keys in place, while the exchange still sends them. The check must find such an
-    op, also behind a view."""
+    """Inductor may compute an op on the keys in place, while the exchange still sends them. ``_later_reader`` must find
+    such an op, also behind a view."""
     graph = fx.Graph()
     keys = graph.placeholder("keys")
     attention = graph.call_function(torch.ops.aten.relu.default, (keys,))

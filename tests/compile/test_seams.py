@@ -72,8 +72,9 @@ def _bands(parts: Parts, **fields: Any) -> list[Any]:
 
 
 def test_bands_of_tiny_matmuls_on_many_ranks() -> None:
-    """A gather in bands has fewer hops than the same gather without bands. The saved hops take longer than both sites'
-    matmuls. So the time that bands are estimated to add is negative."""
+    """A gather in bands has fewer hops than the same gather without bands. Here the saved hops take longer than
+    the steps that bands add, and also longer than both sites' matmuls. So the estimated added time is negative. The
+    seam must still get bands."""
     with fake_group(8):
         report = Parts(tokens=400, between=_residual_and_norm).seam().run(mode="report", sub_chunks=2)
     assert [s.decision.moving.parameters.get("bands") for s in report.sites] == [2, 2]

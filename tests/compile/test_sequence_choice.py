@@ -32,7 +32,8 @@ BF16 = torch.bfloat16
 
 
 def layer(tokens: int, dynamic: bool = False) -> HandGraph:
-    """A row-wise matmul, its all-reduce, a relu and a column-wise matmul. The relu's result is an output, too."""
+    """A row-parallel matmul, its all-reduce, a relu and a column-parallel matmul. The relu's result is an output,
+    too."""
     made = HandGraph()
     own, hidden, dims = 1024, 8192, [0] if dynamic else []
     x = made.input(tokens, own, dtype=BF16, dynamic=dims)

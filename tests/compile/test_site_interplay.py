@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites that read each other, nodes that move with a site, and nodes that a rewrite leaves in the graph."""
+"""Sites that read another site's result, nodes that move with a site, and nodes that a rewrite leaves in the graph."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_a_site_that_reads_a_reduced_tensor(kind: str) -> None:
 
 
 def test_merged_all_reduces_leave_nothing_behind() -> None:
-    """The old sum must be removed. Otherwise it would keep the all-reduces and the whole matmuls: twice the work."""
+    """The sum of the three all-reduces becomes one site. The rewrite must remove the nodes of the sum, because they
+    would keep the all-reduces and the whole matmuls in the graph: twice the work."""
     with fake_group(2):
         made = HandGraph()
         x = made.input(4, 16)
@@ -191,7 +192,8 @@ def test_broadcast_that_adds_a_dim() -> None:
     ],
 )
 def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
-    """A looping op would compute wrong results for these sites, and the budget is too small to unroll them."""
+    """A looping op would compute wrong results for these sites, and the budget is too small to unroll them. So the
+    sites are refused."""
     with fake_group(2):
         made = HandGraph()
         x, w, b = made.input(8, 16), made.input(16, 8, name="w"), made.input(8, name="bias")
@@ -221,7 +223,7 @@ def test_no_looping_op_for_what_it_does_not_compute(kind: str) -> None:
 
 def test_an_output_gathered_in_another_order() -> None:
     """A transposed result is gathered in another order than the matmul computes it. So a band of the matmul's rows is
-    not contiguous in the gathered tensor."""
+    not contiguous in the gathered tensor, and there is no site."""
     with fake_group(2):
         made = HandGraph()
         y = made.call(aten.permute.default, made.mm(made.input(8, 16), made.input(16, 8, name="w")), [1, 0])
@@ -452,7 +454,8 @@ def test_pieces_of_a_transposed_gathered_tensor_are_not_shards() -> None:
 
 def test_a_gather_that_sinks_does_not_move_a_node_that_it_replaces() -> None:
     """From a random program: one tensor is gathered along an inner dim and also reduced, and the two results are
-    multiplied. The reduction's wait comes after the gather's."""
+    multiplied. The reduction's wait comes after the gather's, so the site's steps must move down below the
+    reduction's wait."""
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         reduced, gathered = all_reduce(x, "max", dist.group.WORLD), all_gather(x, 2, dist.group.WORLD)

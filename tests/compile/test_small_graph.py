@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites of schedules ``small_message``, ``chunked`` and ``wave_groups`` in the graph: choice, op and refusals."""
+"""Schedules ``small_message``, ``chunked`` and ``wave_groups``: when ``auto`` chooses them, which op replaces a site,
+and which sites are refused."""
 
 from __future__ import annotations
 
@@ -182,8 +183,8 @@ def test_auto_takes_groups_of_waves_if_peers_are_out_of_reach(
 
 
 def test_peers_are_out_of_reach_only_within_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If ranks are on two machines, ``without_peers`` is false. If NVLink joins four GPUs in pairs, the peers within a
-    pair are within reach."""
+    """``without_peers`` is true only if all ranks are on one machine, and no rank's GPU reaches the memory of another.
+    In this test, GPUs 0 and 1 reach each other, and so do GPUs 2 and 3."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
     symmetric._all_cut_off.cache_clear()

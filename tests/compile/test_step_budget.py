@@ -91,7 +91,7 @@ def calls_of_the_pass(world_size: int) -> int:
 
 def test_the_pass_takes_no_longer_in_a_larger_group() -> None:
     """A loop over the ranks for each site would take minutes in a group of thousands."""
-    calls_of_the_pass(2)  # torch's one-time work is not counted
+    calls_of_the_pass(2)  # In this call, torch does its one-time work. The call's count is not used.
     assert calls_of_the_pass(1024) == pytest.approx(calls_of_the_pass(8), rel=0.02)
 
 
@@ -203,8 +203,8 @@ def test_dgrad_and_wgrad_in_one_looping_op() -> None:
 
 
 def test_a_dynamic_token_count_can_be_compared_if_tokens_are_contracted() -> None:
-    """The op compares the number of gathered rows with the token count from which overlap pays. In a wgrad, these rows
-    are tokens. Gathered columns that are contracted are not tokens, so the site is kept."""
+    """The site's op compares the number of gathered rows with the token count from which overlap pays. In a wgrad,
+    these rows are tokens. Gathered columns that are contracted are not tokens, so the site is kept."""
     with fake_group(2):
         for transposed, status in ((True, "overlapped"), (False, "kept")):
             made = HandGraph()

@@ -191,7 +191,7 @@ def test_sharded_head_whose_logits_a_later_matmul_reads() -> None:
 
 
 def test_ops_that_commute_after_a_gather_are_part_of_the_site() -> None:
-    """Cast, scale and activation are applied to each piece. Real models have such ops at most sites."""
+    """Cast, scale and activation are applied to each piece. Most sites of real models have such ops."""
     report = traced(
         lambda x, w, s: (all_gather(x, 0, world()) * s).relu().double() @ w.double(), (4, 16), (16, 8), (1,)
     )

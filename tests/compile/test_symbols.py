@@ -71,7 +71,8 @@ def test_dynamic_shapes_compile_once() -> None:
         frames(module, inputs)
 
         def lower(lowered: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-            # Run the pass on a copy. Afterwards the plain graph runs, with the same guards.
+            # Run the pass on a copy, and then return the plain graph. A guard that the pass adds also holds for the
+            # plain graph, because the copy has the same symbols.
             copied = torch.fx.GraphModule(lowered, torch.fx.Graph())
             copied.graph.output(copied.graph.graph_copy(lowered.graph, {}))
             for node, twin in zip(lowered.graph.nodes, copied.graph.nodes, strict=True):
@@ -110,7 +111,8 @@ def test_no_run_time_threshold_for_a_looping_op_that_scatters_columns() -> None:
 
 
 def packed(made: HandGraph, node: Any) -> bool:
-    """Whether a reshape of ``node`` copies it to contiguous memory first."""
+    """``node``: takes an emitter and adds a node. Returns whether a reshape of this node first copies it to contiguous
+    memory."""
     emit = StepEmitter(made.graph, "0", 2, "site", made.graph.call_function(torch.ops.aten.zeros.default), {})
     first = emit.reshape(node(emit), [-1]).args[0]
     return first.target is torch.ops.overlap_inductor.packed.default

@@ -29,8 +29,8 @@ MOVES = re.compile(
 
 
 def exchange(report: OverlapReport) -> list[Any]:
-    """What one rank exchanges: plan hash, ops that move data, sites' plans and near misses. The ops are in order,
-    without the names of their operands."""
+    """What must be equal on all ranks: plan hash, ops that move data, sites' plans and near misses. The ops are in
+    order, without the names of their operands."""
     moved = []
     for name, arguments in (m.groups() for m in map(MOVES.search, report.after.splitlines()) if m):
         moved.append((name, re.findall(r"'[^']*'|\[[\d, ]*\]|(?<![\w.])\d+|torch\.\w+", arguments)))
@@ -76,7 +76,8 @@ def check_exchanges(name: str, world_size: int, ranks: Iterable[int], budgets: I
 @pytest.mark.parametrize("name", cases(0, 2))
 def test_the_first_and_the_last_rank_exchange_alike(name: str) -> None:
     """All ranks must choose the same bands and ids, and unroll the same sites within a budget. If one rank alone
-    has a bias, it is rank 0. If one shard is smaller, it is the last rank's."""
+    has a bias, it is rank 0. If one shard is smaller, it is the last rank's. So the
+    graphs of these two ranks differ."""
     budgets = BUDGETS if name in WITH_EVERY_BUDGET else ("unrolled",)
     check_exchanges(name, 3, (0, 2), [BUDGETS[b] for b in budgets])
 

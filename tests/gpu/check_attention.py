@@ -3,8 +3,8 @@
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_attention --bench
 
-Each rank has its own GPU. ``--bench`` also times one layer with and without overlap. Prints one line for each case. The
-exit status is 1 in these cases:
+Each rank has its own GPU. ``--bench`` also times one layer with and without overlap. Rank 0 prints one line for
+each case, another rank only for the cases in which it found a problem. The exit status is 1 if
 
 - an output is too far from the result in fp64;
 - a site is not overlapped;
@@ -46,8 +46,8 @@ Layer = Callable[..., torch.Tensor]
 
 
 def cases() -> list[tuple[str, str, Layer, torch.dtype, int]]:
-    """``(backend, mask, layer, dtype, own tokens)``. Memory-efficient attention pads log-sum-exps to a multiple of
-    32. So some of its cases have 80 own tokens, which is not a multiple of 32."""
+    """``(backend, mask, layer, dtype, tokens of one rank)``. Memory-efficient attention pads log-sum-exps to a multiple
+    of 32. So some of its cases have 80 tokens on each rank, which is not a multiple of 32."""
     found: list[tuple[str, str, Layer, torch.dtype, int]] = [
         (backend, "none", layer, torch.bfloat16, OWN) for backend in BACKENDS for layer in LAYERS
     ]
@@ -116,7 +116,8 @@ def main() -> int:
     parser.add_argument("--bench", action="store_true", help="time flash attention to 32768 keys")
     options = parser.parse_args()
     rank, world_size = start_rank()
-    # The key of torch.compile's caches does not include the backend of attention.
+    # Without caches, no case gets code that was compiled for another attention backend. The keys of torch.compile's
+    # caches do not include this backend.
     torch.compiler.config.force_disable_caches = True
     failed = 0
     for backend, mask, layer, dtype, own in cases():

@@ -8,7 +8,8 @@ The ops are called as in a rewritten graph. They run with the transports ``copy_
 several numbers of chunks and bands. Prints one JSON row for each setting:
 
 - the largest error against fp32, relative to the largest element;
-- ``wrong_calls`` and ``wrong_replays``: the number of results that differ from the first call's;
+- ``wrong_calls``: the number of result tensors of eager calls that differ from those of the first call;
+- ``wrong_replays``: the same number for replays of a CUDA graph;
 - ``host_us``: the host time of a call in microseconds.
 
 The exit status is 1 if something is wrong.
@@ -159,7 +160,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
     parser.add_argument("--patterns", nargs="+", default=PATTERNS, choices=PATTERNS)
     arguments = parser.parse_args()
-    # The patience is short, so that a wait times out and is reported before a caller's time limit.
+    # The patience is short: a wait must time out and be reported before whoever started this program ends it.
     rank, world_size = start_rank(PATIENCE_SECONDS)
     chance, failed = random.Random(rank), 0
     for pattern in arguments.patterns:

@@ -9,6 +9,7 @@ Each schedule runs one block in three cases:
 - ``differ``: the last rank has a pattern switched off. All ranks must run the plain program.
 - ``alone``: first, all ranks overlap. Then only the last rank compiles again, with a pattern switched off. All ranks
   must now run the plain program. Later, the last rank compiles with the other ranks' switches again.
+  All results must still be right.
 
 Prints one JSON row for each schedule and case. The exit status is 1 if a result is wrong or a case fails.
 

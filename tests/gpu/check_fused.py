@@ -47,16 +47,16 @@ MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
 """Checks whose row is a measurement. Three of them also assert:
 
 - ``kernels``: a site has no more kernels than max-autotune needs;
-- ``weights us``: one launch for all weights gives nearly the results of a launch for the widest weight plus
-  vendor matmuls;
+- ``weights us``: one launch multiplies all weights, or one launch multiplies the widest weight and vendor matmuls the
+  others. Both ways give nearly equal results;
 - ``exchange us``: each schedule's results are close to those of ``keep``.
 """
 
 
 def compiled_as(schedule: str, function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
     """Compile ``function`` in mode ``strict`` with ``schedule`` forced. A call raises ``StrictError`` if a site cannot
-    use the schedule. A new code object calls the function. So two compiled functions share no entry of Dynamo's
-    cache."""
+    use the schedule. Dynamo has one cache for each code object. So each compiled function gets a code object of its
+    own, which calls ``function``."""
     namespace = {"function": function}
     exec("def overlapped(*args): return function(*args)", namespace)
     made = torch.compile(namespace["overlapped"], dynamic=False, **keywords)
@@ -182,8 +182,8 @@ def stress(schedule: str, rank: int, world_size: int, calls: int) -> dict[str, i
 
 
 def graphs(schedule: str, world_size: int, count: int) -> dict[str, int]:
-    """Capture the same calls in two CUDA graphs. Replay the graphs alternately, mixed with eager calls. Returns the
-    number of wrong results."""
+    """Capture one call of each pattern in each of two CUDA graphs. Replay the graphs alternately, mixed with eager
+    calls. Returns the number of wrong results."""
     torch._dynamo.reset()
     calls = {
         name: functools.partial(compiled_as(schedule, function), *inputs)

@@ -52,7 +52,8 @@ from tests.gpu.signal_kernels import wait_for
 
 ROWS, COLUMNS, BLOCKS = 64, 128, 64
 WORDS, ACKNOWLEDGED = 128, 64
-"""Words of a block's flags, and the word of its acknowledgement. Words 0 and 32 are flags, word 96 is a counter."""
+"""``WORDS``: the number of words that each block has in ``Litmus.flags``. Of these, words 0 and 32 are flags, word
+``ACKNOWLEDGED`` is the reader's acknowledgement, and word 96 is a counter."""
 PATIENCE_NS = 5_000_000_000
 
 
@@ -208,8 +209,14 @@ def read_rounds(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Wait for tiles, count wrong words and acknowledge. ``way``: ``ordinary``, ``bulk``, ``bulk without fence``,
-    ``added`` (two blocks add to the counter in each round) or ``both flags`` (``wait_for_all``)."""
+    """Wait for tiles, count wrong words and acknowledge. ``way``:
+
+    - ``ordinary``: wait for one flag, then load the tile;
+    - ``added``: wait until both blocks have added to the counter in this round, then load the tile;
+    - ``both flags``: wait for two flags (``wait_for_all``), then load the tile;
+    - ``bulk``: wait for one flag, then fence, then load the tile by the bulk copy unit;
+    - ``bulk without fence``: ``bulk`` without its fence.
+    """
     block = tl.program_id(0)
     offsets = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]
     bad = tl.full((), 0, tl.int32)

@@ -60,8 +60,8 @@ class SumResult(torch.autograd.Function):
 class Block(nn.Module):
     """Pre-norm MLP blocks with a residual stream, and then a head. Each rank holds its shard of the weights.
 
-    Each gather and scatter of the rewritten graph has a matmul and becomes a site. Ranks that share GPUs need this,
-    because gloo cannot gather or scatter on GPUs.
+    Each gather and scatter of the rewritten graph has a matmul and becomes a site. Ranks that share GPUs need this:
+    a gather or scatter that is no site would run on gloo, and gloo cannot gather or scatter on GPUs.
     """
 
     def __init__(self, world_size: int, dtype: torch.dtype) -> None:

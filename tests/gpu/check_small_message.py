@@ -74,8 +74,8 @@ def calls_of_one_slot(rank: int, world_size: int, columns: int) -> tuple[dict[st
 
 
 def stress(rank: int, calls: dict[str, Call], count: int) -> dict[str, int]:
-    """Make calls in a random order, which is the same on all ranks, with different delays on each rank. Returns the
-    number of wrong results by name."""
+    """Make calls in a random order, which is the same on all ranks, with different delays on each rank. Returns
+    ``{call: number of wrong results}`` for the calls that gave wrong results."""
     order, late = random.Random(0), random.Random(rank)
     first = {name: call() for name, call in calls.items()}
     wrong = {name: torch.zeros(1, dtype=torch.int64, device="cuda") for name in calls}

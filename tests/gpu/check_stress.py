@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks schedules ``fused``, ``chunked``, ``small_message`` and ``wave_groups`` on GPUs under stress. Of their
-patterns, only the lookups of ``fused`` are left out.
+"""Checks schedules ``fused``, ``chunked``, ``small_message`` and ``wave_groups`` on GPUs under stress. Of the
+patterns that they compute, only ``embedding_all_to_all`` is left out.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_stress [--iterations 10000] [--only delays poison] \\
         [--schedules fused chunked small_message wave_groups] [--patterns matmul_all_to_all all_to_all_matmul]
@@ -43,7 +43,8 @@ from tests.gpu.stress_scenarios import SCENARIOS
 from tests.gpu.stress_scenarios import Stress
 
 PATIENCE_PART = 0.7
-"""A wait in a kernel times out after this part of a row's time limit, so the wait is reported."""
+"""A wait in a kernel times out after this part of a row's time limit. So its fault is reported before the process ends
+at the limit."""
 SCHEDULES = ("fused", "chunked", "small_message", "wave_groups")
 WHERE_SHARED = ("lazy", "delays", "poison", "graphs")
 """The default scenarios if ranks share GPUs."""

@@ -97,7 +97,7 @@ def numbers(rank: int, world_size: int) -> list[str]:
 
 def sites(rank: int, world_size: int) -> list[Repeated]:
     """Sites that were called twice, each with the result of its second call. Every second site has many groups of
-    waves. Each of these groups has a kernel that waits beside the matmul."""
+    waves. Each of these groups has a kernel that waits for the group's tiles beside the matmul."""
     made: list[Repeated] = []
     for rows in (2048, 3000 // world_size * world_size):
         for pattern in PATTERNS:

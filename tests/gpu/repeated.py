@@ -79,7 +79,8 @@ def late_calls(sites: Sequence[Repeated], calls: int, rank: int) -> dict[str, in
 
 def replays(sites: Sequence[Repeated], count: int, others: Sequence[Repeated] = ()) -> dict[str, int]:
     """Capture two CUDA graphs and replay them in turn, mixed with eager calls of ``sites``. The first graph calls
-    ``sites``. The second calls ``others``, or ``sites`` if ``others`` is empty. Returns the number of wrong results."""
+    ``sites``. The second calls ``others``, or ``sites`` if ``others`` is empty. Returns
+    ``{"wrong": the number of wrong results}``."""
     captured = []
     torch.cuda.synchronize()
     dist.barrier()
@@ -107,7 +108,7 @@ def host_us(call: Callable[[], Any], calls: int = 20) -> float:
     """Host time of one call in microseconds, while the GPU is busy: the median over all calls of ``ROUNDS`` rounds.
 
     The rounds are short, because a full queue would block the host. A round's first call is slow (200 us), because the
-    host was idle. The median hides it.
+    host was idle. The few slow calls hardly change the median.
     """
     took = []
     for _ in range(ROUNDS):

@@ -2,8 +2,9 @@
 """The scenarios of ``tests.gpu.check_stress``. Each calls one variant many times, except ``lazy``, which
 makes only the first calls.
 
-A variant is a schedule, a pattern and a way to run a site. A scenario returns the number of wrong results by name. All
-ranks make the same calls in the same order. Only delays, foreign GPU work and allocations differ between ranks.
+A variant is a schedule, a pattern and a way to run a site. A scenario returns ``{name: number of wrong results}``. A
+name is that of a call, ``collectives`` or, for replayed graphs, ``wrong``. All ranks make the same calls in the same
+order. Only delays, foreign GPU work and allocations differ between ranks.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
     Run this scenario first in a process: later, no kernel is left to load. The kernels must be in the compile cache,
     because compiling takes longer than the delay.
     """
-    # Now make the workspace, and load the kernels that draw inputs. Later, these steps would synchronise the ranks.
+    # First make the workspace, and load the kernels that draw inputs. If this came after the sleep, it would make even
+    # ranks wait for odd ranks.
     stress.made(variant, "world")
     torch.cuda.synchronize()
     dist.barrier()

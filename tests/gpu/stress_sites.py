@@ -34,8 +34,8 @@ define_ops()
 
 INPUTS = 3
 """The number of left operands of each shape. It is odd, because calls of schedule ``small_message`` use the two halves
-of a site's workspace in turn. If two operands took turns, each half would always get the same operand. Then stale rows
-would not be found."""
+of a site's workspace in turn. If two operands took turns, each half would always get the same operand. Then a row
+that is left from an earlier call would have the right values, so no check would find it."""
 LIMIT = 2**33
 TOLERANCE = 2e-2
 """The largest error that is allowed, relative to the largest element."""
@@ -67,7 +67,7 @@ class Call:
         name: the site's name.
         shape: index of the call's shape.
         run: makes the call.
-        exact: the right result in fp64.
+        exact: computes the right result in fp64.
     """
 
     name: str
@@ -96,7 +96,8 @@ class _Site:
         return Sizes(self.world_size, tokens, shape.inner, shape.columns)
 
     def request(self, shapes: Sequence[Shape]) -> list[Any]:
-        """The workspace that the site needs for calls of all ``shapes``."""
+        """``[site, bytes, signals]`` for ``workspace.prepare``: enough for a call of any of ``shapes``. For schedule
+        ``small_message``, the protocol is a fourth element."""
         v, needs = self.variant, []
         for shape in shapes:
             sizes, settings = self.sizes(shape), v.settings(0)
@@ -115,7 +116,8 @@ class _Site:
         return _drawn(self.seed, "left", rank, size[0], number, size=size)
 
     def right(self, rank: int, shape: Shape) -> torch.Tensor:
-        """The weight, transposed as a layer holds it, and scaled so that results are about 1."""
+        """The weight: the transposed view of a ``[columns, inner]`` tensor, as in a linear layer. It is scaled so that
+        results are about 1."""
         inner, columns = self.pattern.right(self.sizes(shape))
         return (_drawn(self.seed, "right", rank, size=(columns, inner)) / inner**0.5).t()
 
@@ -167,7 +169,7 @@ def sites(
 
 
 def first_results(calls: Sequence[Call]) -> list[Repeated]:
-    """Make every call once without waiting. Returns the calls with their results."""
+    """Make every call once, without waiting for the GPU. Returns each call's name, function and result."""
     return [(call.name, call.run, call.run()) for call in calls]
 
 

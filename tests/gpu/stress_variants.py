@@ -29,7 +29,7 @@ class Variant:
         pattern: one of ``PATTERNS``.
         way: the name of the way, for example a transport.
         fixed: the op's settings.
-        by_columns: the ranks exchange slices of columns, not of rows (``SENT``).
+        by_columns: the ranks exchange slices of columns, not of rows. Set for pattern ``SENT`` only.
     """
 
     schedule: str

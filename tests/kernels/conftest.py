@@ -30,8 +30,8 @@ def _starts_gloo_ranks(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup``, one worker runs all tests that start gloo ranks. Each of these tests alone keeps two
-    processors busy."""
+    """Each test that starts gloo ranks keeps two processors busy. So with ``--dist loadgroup``, one worker runs all of
+    these tests, one after the other."""
     for item in items:
         if HERE in item.path.parents and _starts_gloo_ranks(item):
             item.add_marker(pytest.mark.xdist_group("gloo ranks"))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of every schedule whose kernels wait for peers. Each rank computes the right result alone."""
+"""Calls of every schedule whose kernels wait for peers. Each rank knows the right result without its peers,
+from ``Call.right``."""
 
 from __future__ import annotations
 

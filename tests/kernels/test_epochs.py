@@ -24,8 +24,8 @@ def _at(call: int) -> int:
 
 
 def _count_from(launch: Launch, space: SharedWorkspace, calls: int, touched: int) -> None:
-    """Set ``launch``'s counter and all ranks' flags as if ``calls`` calls had ended. The credits are those of the last
-    call. The signals are those of call ``touched``."""
+    """Set ``launch``'s counter and all ranks' flags as if ``calls`` calls had ended. The flags that are credits get
+    the number of the last call. The other flags, the signals, get the number ``touched``."""
     launch.slot.calls.fill_(_at(calls))
     flags = space.flags.view(WORLD, -1, FLAG_WORDS)[:, :, 0]
     flags[:, :WORLD] = _at(calls)

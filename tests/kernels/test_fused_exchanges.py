@@ -164,8 +164,8 @@ def _rank(
 
 
 def _check_received(case: Case, a: torch.Tensor, launch: Any) -> torch.Tensor:
-    """Check that the workspace holds the rows sent to this rank, as after a call with ``keep``. Ends the call and
-    returns the rows."""
+    """A call with ``keep`` leaves the rows sent to this rank in the workspace. Check these rows, end the call and
+    return the rows."""
     gathered = fused.gathered(fused.own_shard(RECEIVED, a[launch.rank], launch), launch)
     received = torch.cat([sent.chunk(case.world_size)[launch.rank] for sent in a])
     assert torch.equal(gathered, received)
@@ -209,7 +209,8 @@ def test_is_equal_to_the_matmul_and_the_exchange(name: str) -> None:
 
 
 def test_room_planned_for_columns_suffices() -> None:
-    """The planner plans a slice of columns as a slice of rows. The planned room must suffice for the call."""
+    """The room is planned for slices of rows: a quarter of the rows, and all 96 columns. The call sends slices of
+    columns: all rows, and 24 columns. The planned room must suffice for the call."""
     for parts in (0, 1, 4):
         p = FusedParameters(2, parts=parts, **SMALL_TILES)
         for rows in (1, 17, 40, 100):

@@ -133,7 +133,7 @@ def test_schedule_chunked(tmp_path: Path) -> None:
     ],
 )
 def test_exchanges(tmp_path: Path, schedule: str, world_size: int) -> None:
-    """Exchanges of rows and of columns, before and after a matmul, with and without a permute."""
+    """All-to-alls of rows and of columns, before and after a matmul, with and without a permute."""
     names = list(exchanges(world_size))
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), names, schedule, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"
@@ -152,8 +152,8 @@ def test_exchanges_of_a_contracted_dim(tmp_path: Path, schedule: str, world_size
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_chunks_of_a_sum_of_matmuls(tmp_path: Path, world_size: int) -> None:
-    """Sums of matmuls occur in the backward of layers that read one tensor. Each product of a chunk must be computed
-    from this chunk's rows, and added once."""
+    """If several layers read the same tensor, its gradient is a sum of matmuls. Each product of a chunk must be
+    computed from this chunk's rows, and added once."""
     names = list(sums(world_size))
     tried = names if world_size == 2 else [names[1], names[3], names[6]]
     for rank, problems in enumerate(run_ranks(world_size, _check, str(tmp_path), tried, "chunked", timeout=400)):

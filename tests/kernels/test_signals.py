@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals between processes that share memory. Kernels run in Triton's interpreter, for which ``kernels.signals`` has
-functions of its own."""
+"""Signals between processes that share memory. Kernels run in Triton's interpreter. For the interpreter,
+``kernels.signals`` replaces some functions by others."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ TRIES = 40
 
 @triton.jit
 def give_up_alike(flag, stop, who):
-    """Wait for a flag that is never set, until the wait times out. The record's code, peer and expected value are all
-    ``who``."""
+    """Wait for a flag that is never set, until the wait times out. The kernel then writes a fault record, in which the
+    code, the peer and the expected value are all ``who``."""
     wait_at_least(flag, who, stop, 3_000, who, who)
 
 

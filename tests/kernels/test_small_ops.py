@@ -92,7 +92,8 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     slots = workspace_of(group, device).arena.slots
     # A slot is a part of the workspace. The small-message sites share two slots: sites ``... 0`` use one, and sites
     # ``... 1`` use the other. So each slot served one-shot and two-shot sites. The fused site has a slot of its own,
-    # because its protocol differs. No call used this slot.
+    # because credits keep its calls apart. Small-message calls use two halves of their slot in turn. No call used the
+    # fused site's slot.
     counts = {s.protocol: sorted(int(t.calls) for t in slots if t.protocol == s.protocol) for s in slots}
     if counts != {"credits": [0], "halves": [8, 16]}:
         problems.append(f"calls of the slots: {counts}")

@@ -56,7 +56,7 @@ Read = Callable[[Launch, Sender | None], Sequence[torch.Tensor]]
 
 
 def _behind(wait: Callable[..., Any], sender: Sender | None) -> Callable[..., Any]:
-    """Wrap ``wait``, which makes a kernel. After each run of the kernel, the sender begins its next call."""
+    """Wrap ``wait``, which returns a prepared kernel. After each run of the kernel, the sender begins its next call."""
 
     def made(*arguments: Any) -> Callable[[], None]:
         kernel = wait(*arguments)

@@ -162,7 +162,8 @@ def _break_copies() -> None:
 
 
 class _Elsewhere:
-    """Replaces the data buffer of a slot. Each peer's memory is memory that no rank reads."""
+    """Replaces ``launch.slot.data``, the symmetric memory for a call's data. In place of each peer's memory, ``peers``
+    holds memory that no rank reads."""
 
     def __init__(self, buffer: Any) -> None:
         self.peers = tuple(torch.empty_like(peer) for peer in buffer.peers)

@@ -100,8 +100,8 @@ def test_training(world_size: int, kind: str, joined: str) -> None:
 
 
 def _out_of_range(rank: int, world_size: int, kind: str, index: int) -> list[str]:
-    """Call the model with an index that is out of range. Returns this rank's error without overlap, its error with
-    overlap, and texts. There is a text for each schedule that then gives wrong results for a valid batch."""
+    """Call the model with an index that is out of range, by ``keep`` and by ``ring``. Returns this rank's two errors.
+    If a schedule then gives wrong results for a valid batch, the list also has a text that says so."""
     compile_anew()
     torch.set_grad_enabled(False)
     model = _model(rank, kind)

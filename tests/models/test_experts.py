@@ -124,8 +124,8 @@ def _trained(
     return {"problems": problems, "warnings": heard.texts, "graphs": graphs, "counts": counts}
 
 
-# Thorough only: ``tests/numerics/test_uncompiled_frames.py`` and ``tests/numerics/test_dispatched_experts.py`` have
-# smaller layers.
+# Thorough only, because two other files use smaller layers: ``tests/numerics/test_uncompiled_frames.py`` tests frames
+# that run uncompiled, and ``tests/numerics/test_dispatched_experts.py`` tests layers of experts.
 @pytest.mark.thorough
 def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
     """Some graphs depend on how many tokens each expert got, so ranks recompile at different times. Ranks must not take

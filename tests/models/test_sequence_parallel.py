@@ -33,7 +33,7 @@ CASES = {
 
 
 FEW = ("llama", "cohere")
-"""The families that ``make test`` runs. Cohere computes attention and MLP in parallel."""
+"""The families that ``make test`` runs. In ``cohere``, attention and MLP read the result of the same norm."""
 
 
 @pytest.mark.parametrize(

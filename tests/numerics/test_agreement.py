@@ -31,7 +31,7 @@ from tests.support.together import run_together
 def _check(
     rank: int, world_size: int, fields: dict[str, Any], dtype: torch.dtype, names: list[str] | None, generated: bool
 ) -> list[str]:
-    """Run the cases in ``names``, or all of them. Returns the problems on this rank.
+    """Run the cases in ``names``, or all cases if ``names`` is ``None``. Returns the problems on this rank.
 
     ``generated``: run Inductor's code. Otherwise the rewritten graph is interpreted.
     """
@@ -121,8 +121,8 @@ SAMPLE = [
     ROWS_LEFT,
     "gathered output",
 ]
-"""Some cases of each pattern. They run in settings for which a sample is enough, for example bf16, padding, or an even
-number of ranks. (In a ring of an even number of ranks, both directions meet at one rank.)"""
+"""Some of the cases of ``ring_cases``. They run in settings for which a sample is enough, for example bf16, padding, or
+an even number of ranks. (In a ring of an even number of ranks, both directions meet at one rank.)"""
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def _dynamic(
     rank: int, world_size: int, fields: dict[str, Any], generated: bool, which: Callable[[str], bool]
 ) -> list[str]:
     """Compile once each function whose name ``which`` accepts, and call it with several token counts. Returns the
-    problems on this rank. (torch itself compiles again for zero tokens and for one token.)"""
+    problems on this rank. (No call has zero tokens or one token, because torch itself compiles again for these.)"""
     import overlap_inductor
 
     g = dist.group.WORLD

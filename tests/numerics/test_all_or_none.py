@@ -90,7 +90,8 @@ def test_a_rank_that_writes_nothing_counts_as_failed_at_the_deadline() -> None:
 
 
 def test_a_rank_without_a_verdict_speaks_only_for_itself() -> None:
-    """A rank without a verdict cannot know what the first rank has decided."""
+    """Here the first rank gives no verdict. Another rank cannot know what the first rank has decided. So the other
+    rank's error must not speak for the whole group."""
     _, *others = run_ranks(3, _silent, 0)
     for rank, (text, took) in enumerate(others, 1):
         because = "because rank 0 has given no verdict for 2 s. Has rank 0 died?"

@@ -125,7 +125,8 @@ def test_fewer_tokens_than_ranks() -> None:
 
 
 def _generated(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[str], dict[int, float], int]:
-    """``(status of each site, {tokens: relative error}, graphs)`` of generated code for any number of tokens."""
+    """``(status of each site, {tokens: relative error}, number of graphs)`` of generated code for any number of
+    tokens."""
     compile_anew(kernels=False)
     experts = Experts(rank, world_size)
     options = {"schedule": "ring", "sequence_parallel": "off", **options}

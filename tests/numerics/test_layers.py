@@ -72,8 +72,8 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
     assert all(any(": ring" in site for site in row["sites"]) for row in ring)
     assert bool(ring) == any(name.startswith("ring") for name in only)
     assert all(row["error"] < 1e-5 for row in rows if row["variant"] != LOCAL)
-    # The bench counts the plain program's collectives in the graphs of another variant. The sequence-parallel rewrite
-    # must not have changed these graphs.
+    # The bench counts the plain program's collectives in the graphs of another variant that the sequence-parallel
+    # rewrite has not changed. Without such a variant, the collectives of the plain program are not counted.
     uncounted = [LOCAL, PLAIN] if all("sequence_parallel on" in name for name in only) else [LOCAL]
     assert all(row["collectives"] for row in rows if row["variant"] not in uncounted)
     assert all(row["median_ms"] >= row["fastest_ms"] > 0 for row in rows)
@@ -84,7 +84,7 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
     assert traced and all(row["matmul"] > 0 for row in traced)
 
 
-# Thorough only: ``test_variants_are_compared_and_timed`` checks the errors of the other variants.
+# This test is only thorough, because ``test_variants_are_compared_and_timed`` checks the errors of the other variants.
 @pytest.mark.thorough
 def test_a_wrong_variant_ends_the_bench(tmp_path: Path) -> None:
     """The variant without collectives is wrong on purpose. The test marks it as right, so the bench must find the error

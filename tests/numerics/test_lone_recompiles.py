@@ -150,8 +150,8 @@ def _ahead(rank: int, world_size: int, calls: int) -> dict[str, Any]:
     group = dist.group.WORLD
     same = agreement.Comparison(_plan("g0: all_reduce float32 [4] in matmul_all_reduce by ring", True), [group], False)
     kept = agreement.Comparison(_plan("g0: all_reduce float32 [4] kept", False), [group], False)
-    # As in ``ComparedCall``, ``count`` comes before ``call``. If a rank is late, ``count`` returns False, and ``call``
-    # decides whether the ranks overlap this call.
+    # The third call is made as in ``ComparedCall``: ``count`` first, then ``call`` if ``count`` returns False.
+    # ``count`` returns False if a rank is late. ``call`` then decides whether the ranks overlap this call.
     found = [same.call().overlapped, same.call().overlapped, same.count() or same.call().overlapped]
     dist.barrier()
     if rank:
@@ -198,7 +198,7 @@ def _compiled_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_kept_plan_that_ran_before_needs_no_answer(tmp_path: Path) -> None:
-    """The recompiled graph exchanges the data of the old graph, so its plan is not new. The rank that recompiled
+    """The recompiled graph makes the same transfers as the old graph, so its plan is not new. The rank that recompiled
     must not wait for the other rank's plan, which never comes."""
     for result in run_ranks(2, _compiled_again, str(tmp_path)):
         assert result["wrong"] == result["warnings"] == [] and result["page"] is None and result["seconds"] < 8, result
@@ -308,8 +308,9 @@ def _inside_a_plan_of_two_groups(rank: int, world_size: int, overlaps: bool) -> 
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_a_rank_with_which_others_do_not_compare_raises_at_once(overlaps: bool) -> None:
-    """One group of rank 0's plan has no page, so the plan is compared at its first run only. Rank 0 does not see rank
-    1's other plan. So rank 1 must raise an error, and must not run its plain program."""
+    """One group of rank 0's plan has no page, so the plan is compared at its first run only. In a later run, rank 0
+    does not see rank 1's other plan, and overlaps. So rank 1 must raise an error, and must not run its plain
+    program."""
     others, alone = run_ranks(2, _inside_a_plan_of_two_groups, overlaps, timeout=60)
     assert others == [True] * 3 and alone[:2] == [True] * 2
     assert "rank 0: " in alone[2] and "compared at its first run only" in alone[2], alone

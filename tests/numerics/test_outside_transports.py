@@ -35,7 +35,7 @@ def _check(rank: int, world_size: int, folder: str) -> list[str]:
     inputs = torch.randn(8, 16), torch.randn(16, 12), torch.randn(12, 16)
     exact = _layer(*(i.double() for i in inputs))
     with toy.registered(toy.Pigeons()) as pigeons:
-        # The first budget unrolls the steps. The second gives one looping op for each site.
+        # With a budget of 3000 nodes, the steps are unrolled. With a budget of 1, each site becomes one looping op.
         for budget in (3000, 1):
             torch._dynamo.reset()
             pigeons.carried = 0

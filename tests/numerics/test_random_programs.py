@@ -33,7 +33,7 @@ HOPS = {"numerics": "allow_hop_rounding", "ring_direction": "bidirectional", "su
         *(pytest.param(first, 2, {}, False, marks=pytest.mark.thorough) for first in (0, COUNT)),
         (31, 2, {"step_node_budget": 1}, True),
         pytest.param(31 + COUNT, 2, {"step_node_budget": 1}, True, marks=pytest.mark.thorough),
-        # Thorough only: ``test_random_shapes`` draws these switches on three ranks, too.
+        # These cases are only thorough, because ``test_random_shapes`` also draws these switches on three ranks.
         pytest.param(24, 3, HOPS, False, marks=pytest.mark.thorough),
         pytest.param(24 + COUNT, 3, HOPS, False, marks=pytest.mark.thorough),
     ],

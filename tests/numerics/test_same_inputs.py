@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If a norm's weight differs between ranks, a graph that divides the tokens would give other results. So all ranks run
-the plain program. If there is no plain program, all ranks raise an error. The weight is an argument or a module's
-parameter."""
+"""If a norm's weight differs between ranks, a graph that divides the tokens would give other results than the plain
+program. So all ranks run the plain program. If there is no plain program, all ranks raise an error. The weight is an
+argument or a module's parameter."""
 
 from __future__ import annotations
 

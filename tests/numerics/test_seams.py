@@ -27,7 +27,8 @@ def _trained(model: torch.nn.Module, called: Callable[..., torch.Tensor], x: tor
 
 
 def _run(rank: int, world_size: int, kernels: bool, sub_chunks: int) -> tuple[float, list[bool]]:
-    """``(largest error, for each graph with a seam: whether a band is gathered before the last band is scattered)``."""
+    """Returns the largest error, and one bool for each graph with a seam: whether the gather of a band begins before
+    the last wait of the scatter."""
     compile_anew(kernels)
     model, x = reduced_blocks.Layers(2), reduced_blocks.input_of(TOKENS, reduced_blocks.HIDDEN)
     exact_model = copy.deepcopy(model).double()

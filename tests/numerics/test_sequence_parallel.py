@@ -152,8 +152,8 @@ def _on_a_mesh(plan: str, shards: bool = False) -> Computation:
             fully_shard(model, mesh=mesh["dp"])
         called = model if backend == "eager" else torch.compile(model, backend=backend)
         for step in range(3 if shards else 1):
-            # On rank 1, other tensors take the memory that FSDP2 frees between the steps. So its parameters move to
-            # other addresses. They must still count as the same parameters.
+            # On rank 1, other tensors take the memory that FSDP2 frees between the steps. So rank 1's parameters
+            # move to other addresses. They must still count as the same parameters.
             taken = [torch.empty(HIDDEN) for _ in range(50 * step * (dist.get_rank() == 1))]
             with loss_parallel():
                 loss = F.cross_entropy(called(ids).flatten(0, 1), labels.flatten(0, 1))
@@ -204,12 +204,13 @@ def _other_weights(rank: int, world_size: int, trains: bool, schedule: str) -> t
     return with_and_without.off(found, exact), heard.texts, rewritten
 
 
-# Thorough only: in ``test_same_inputs``, norm weights also differ between ranks, and the layers compile faster.
+# Thorough only, because ``tests/numerics/test_same_inputs.py`` also tests norm weights that differ between ranks, and
+# compiles faster.
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_ranks_with_other_norms_run_the_plain_program(schedule: str) -> None:
-    """As written, each rank scales all tokens by its own norm weights. After the rewrite, it would scale only its own
-    rows. So all ranks must run the plain program."""
+    """As written, each rank scales all tokens by its own norm weights. After the rewrite, each rank would scale only
+    its own rows, so results would differ. So all ranks must run the plain program."""
     found = run_ranks(2, _other_weights, False, schedule, timeout=300)
     assert all(error < LIMIT and rewritten == 1 for error, _, rewritten in found), found
     texts = [text for _, heard, _ in found for text in heard]

@@ -19,8 +19,8 @@ def interpret_cheaply() -> None:
 
     _list_builtins_once()
     _patch_language_once()
-    # By default, the interpreter computes integer sums and products again, in 64 bits. It looks for an overflow there
-    # only with its option ``debug``.
+    # By default, the interpreter computes integer sums and products a second time, in 64 bits, to find overflows. It
+    # reports an overflow only with its option ``debug``, so the second computation is switched off.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _look_up_dtypes_once()
     _sleep_in_waits()

@@ -94,7 +94,8 @@ def mask_of(kind: str, rank: int, heads: int, own: int, keys: int) -> torch.Tens
     - ``none``: ``None``;
     - ``is_causal``: ``True``;
     - ``causal``: each query sees its own token's key and the keys of earlier tokens;
-    - ``random``: some queries see no key, others see no key of some ranks;
+    - ``random``: each query sees random keys, but the first query sees no key, and the last query sees no key of the
+      second half;
     - ``heads``: a random bias for each head. In the first head, the bias hides the first half of the keys from the
       second half of the queries;
     - ``one row``: all queries see the same keys;

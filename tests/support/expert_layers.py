@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of ``bench.support.experts.Experts`` that divide the tokens among the experts in several ways, and two
-variants of the layer."""
+"""Inputs of the layer ``bench.support.experts.Experts``, and two variants of the layer. The inputs divide the tokens
+among the experts in several ways."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Python programs in forks of one process that has imported torch already, which saves seconds per program.
 
-A *base* is a process that imports torch once, but not the package, nor what environment variables switch on.
-``ForkBase.run`` forks the base and runs a command line of Python in the fork, in an environment that the caller gives.
-``ForkBase.grown`` gives a base that has imported more, for example Inductor.
+A *base* is a process that has imported torch, but not ``overlap_inductor``. In the base, no environment variable has
+switched on torch's logs or loaded a device backend. ``ForkBase.run`` forks the base and runs a command line of Python
+in the fork, in an environment that the caller gives. ``ForkBase.grown`` gives a base that has imported more, for
+example Inductor.
 
 In the fork, ``sys.modules`` first has no module of torch, as in a new interpreter. ``import torch`` puts the modules
 back. Then it does what the last lines of ``torch/__init__.py`` do: it reads the environment and calls the entry points

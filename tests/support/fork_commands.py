@@ -2,7 +2,7 @@
 """Makes commands ``python`` and ``overlap-inductor`` for shell scripts. The commands run in forks of a ``ForkBase``.
 
 Each command is a small script that imports only the standard library. It sends its arguments, environment and folder
-over a socket to this process, which answers with the output and the exit status.
+over a socket to the process that holds the ``ForkCommands``. This process answers with the output and the exit status.
 """
 
 from __future__ import annotations

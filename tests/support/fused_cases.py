@@ -18,8 +18,8 @@ from tests.support.ulysses import to_tokens
 
 
 def cases(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
-    """``name: (function, input shapes, sites that a fused kernel must serve)``. ``factor`` multiplies every size above
-    2."""
+    """``name: (function, input shapes, number of sites that a fused kernel must serve)``. ``factor`` multiplies every
+    size above 2."""
     return _larger(_cases(w), factor)
 
 

@@ -104,8 +104,8 @@ def run_ranks(
         grouped: if ``False``, there is no process group at first, as in a script under ``torchrun``.
 
     Raises:
-        AssertionError: a rank did not end within ``timeout`` seconds after the rank before it. Without
-            ``expect_failure`` also: a rank raised or died. The message holds the tracebacks.
+        AssertionError: a rank did not end in time. Ranks are waited for one after the other, up to ``timeout``
+            seconds each. Without ``expect_failure`` also: a rank raised or died. The message holds the tracebacks.
     """
     # With ``warm``, ranks are forked from a fork server, which has done the imports. This saves each rank six seconds.
     # In a run of pytest, the fork server is a fork of the process that has collected the tests (``rank_server``).

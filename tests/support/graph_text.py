@@ -33,8 +33,8 @@ def waste(report: OverlapReport) -> list[str]:
     # Waits do not count, because a wait may belong to a collective of the forward graph.
     collective = re.compile(r"_c10d_functional\.(?!wait)|= control_deps\((?!.*subgraph_wait)")
     left = sum(bool(collective.search(line)) for line in lines.values())
-    # If a sum of two all-reduces is kept, both stay in the graph, but ``kept`` counts one site. So only graphs with all
-    # sites overlapped are compared.
+    # If a sum of two all-reduces is kept, both stay in the graph, but ``kept`` counts one site. So the two
+    # numbers are compared only if all sites are overlapped.
     if all(s.decision.status == "overlapped" for s in report.sites) and left > kept:
         found.append(f"{left} collectives are left, but only {kept} were kept")
     return found

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forks the process of the tests once. From this fork, the *server*, all warm ranks are forked. A rank is warm if
-it starts with the server's imports (``gloo_ranks``).
+it starts with the server's imports (argument ``warm`` of ``gloo_ranks.run_ranks``).
 
-``multiprocessing`` would start a new interpreter, which takes six seconds and more for imports. The fork has imported
-torch, the models' libraries and the tests already. All workers of one run of pytest have collected the same tests, so
-they share one such process.
+Without this module, ``multiprocessing`` would start the server as a new interpreter, whose imports take six seconds or
+more. The fork has imported torch, the models' libraries and the tests already. All workers of one run of pytest have
+collected the same tests, so they share one such process.
 """
 
 from __future__ import annotations

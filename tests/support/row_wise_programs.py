@@ -281,7 +281,8 @@ TRAINED = {"a layer, trained", "experts, trained", "gathered along the batch, tr
 
 
 LOOPING = {"norm without a weight", "softmax"}
-"""Programs that a looping op can compute, too: each rank applies the ops to its own rows before it sends them."""
+"""Programs that a test also runs as a looping op. Each rank then applies the row-wise ops to its own rows before it
+sends them."""
 OWN = {
     "one scale, different on each rank",
     "rms norm",

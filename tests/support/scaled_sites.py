@@ -47,8 +47,8 @@ def gather_bytes(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
 
 def quantised(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``y [rows, columns]`` divided by a scale for each row and rounded to fp8, and the scales ``[rows, 1]`` in fp32.
-    If ``y`` is fp64, both are converted to fp64 after the rounding."""
+    """Returns ``(rounded, scales)``. ``rounded`` is ``y [rows, columns]``, each row divided by its scale and rounded to
+    fp8. ``scales`` is ``[rows, 1]`` in fp32. If ``y`` is fp64, both are converted to fp64 after the rounding."""
     scale = y.abs().amax(1, keepdim=True).float() / LARGEST
     rounded = (y / scale).to(FP8)
     return rounded.to(y.dtype) if y.dtype == torch.float64 else rounded, scale.to(
@@ -144,7 +144,7 @@ def _cases(w: int) -> dict[str, tuple[Callable[..., Any], list[Input], int]]:
 
 
 def made(inputs: list[Input], generator: torch.Generator) -> list[torch.Tensor]:
-    """Random inputs of these kinds and shapes, on the CPU."""
+    """Random tensors on the CPU, of the kinds and shapes in ``inputs``."""
     dtypes = {"fp8": FP8, "fp8 wide": FP8_WIDE, "bias": torch.bfloat16}
     return [
         torch.rand(shape, generator=generator) + 0.5

@@ -105,7 +105,7 @@ def parallel(x: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
 
 
 def parallel_summed(x: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-    """Phi: the results of attention and MLP are added first, and then added to the residual."""
+    """Phi: the results of attention and MLP are added to each other. Then their sum is added to the residual."""
     n = rms_norm(x, w[0])
     x = (reduced(attention(n, *w[1:5])) + reduced(mlp(n, *w[5:8]))) + x
     return rms_norm(x, w[8]) @ w[9]

@@ -49,7 +49,6 @@ def use_shared_memory(folder: str) -> None:
 
     symmetric.allocate = allocate
     symmetric.why_no_symmetric_memory = reachable
-    # In a workspace, a tile takes at least 16 rows here: the narrowest tensor has 8 columns of two bytes. On GPUs, a
-    # tile has at least 128 rows.
+    # The bytes of the smallest tile: 16 rows of 8 elements of two bytes. On GPUs, the smallest tile has 128 rows.
     arena.TILE_BYTES = 256
     fused_plan.TUNED = dict.fromkeys(fused_plan.TUNED, SMALL)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a graph on all ranks of one group in one process. Each node runs on every rank before the next node runs.
 
-A collective reads the values of all ranks. Ops that ask for the rank get the simulated rank. The inputs may have other
-sizes than the graph's example. The values of symbols are read from the inputs.
+A collective reads the values of all ranks. Ops that ask for the rank get the simulated rank. Sizes in the
+graph may be symbols. The values of the symbols are read from the inputs.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def sum_of_experts(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, shares: 
 
 
 def uneven_parts(rows: int) -> tuple[list[int], list[int]]:
-    """``(sizes of received parts, sizes of sent parts)`` of an all-to-all in which a rank exchanges all rows with the
-    first rank."""
+    """``(sizes of received parts, sizes of sent parts)`` of an all-to-all in which this rank sends all its rows to the
+    first rank, and receives as many rows from it."""
     sizes = [rows] + [0] * (dist.get_world_size() - 1)
     return sizes, sizes
 

@@ -66,7 +66,7 @@ def _arguments(name: str, world_size: int, mlp: int) -> Any:
 
 
 def _classes(name: str) -> tuple[Any, Any]:
-    """``(the model, the function that shards it)``."""
+    """``(the model's class, the function that shards the model)``."""
     if name == "llama3":
         from torchtitan.models import llama3
 

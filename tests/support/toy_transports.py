@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports from outside the package, one for each protocol. They run on CPUs and count their transfers."""
+"""Transports from outside the package: one ``PeerCopies``, one ``Exchanges`` and one ``WholeCollectives`` (the classes
+of ``transports.transport``). They run on CPUs and count their transfers."""
 
 from __future__ import annotations
 

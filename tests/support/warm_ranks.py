@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the one-time work of a first compile in the process from which warm ranks are forked.
+"""Does the one-time work of a first compile. The process from which ranks are forked imports this module before
+it forks, so the ranks do not repeat this work.
 
 With a torch that was built for CUDA or ROCm, a backward would start a thread for each device, and no process could be
 forked. So with such a torch, only forwards run. With any other torch, backwards run, too.

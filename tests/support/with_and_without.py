@@ -55,7 +55,7 @@ def compared(
     stage.
 
     Args:
-        generated: Inductor's code runs. Otherwise an interpreter runs the rewritten graphs.
+        generated: whether Inductor's code runs. If not, an interpreter runs the graphs.
         close: if all ranks' results with overlap differ from eager PyTorch by less than this, the plain compile is
             left out. Eager PyTorch's results take its place.
         fields: fields of ``OverlapConfig``.

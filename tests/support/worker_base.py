@@ -92,7 +92,7 @@ if __name__ == "__main__":
     try:
         _serve(own)
     except KeyboardInterrupt:
-        # Whoever stops pytest also stops this process.
+        # An interrupt of pytest reaches this process, too. It then ends without a traceback.
         sys.exit(130)
     os.chdir(sys.argv[2])
     # xdist starts its own workers with ``python -c``, which sets ``sys.argv`` to this.

@@ -12,7 +12,7 @@ from tests.unit.reasons import case
 
 
 def stretch(tokens: int, dynamic: bool = False) -> HandGraph:
-    """A residual add behind ``all_reduce(x @ w)``, and a matmul that needs all tokens."""
+    """``all_reduce(x @ w)``, a residual add, and a matmul that multiplies all tokens of the result by ``v``."""
     made = HandGraph()
     x, residual = (made.input(tokens, 16, name=name, dynamic=[0] if dynamic else []) for name in ("x", "residual"))
     added = made.call(aten.add.Tensor, made.reduce(made.mm(x, made.input(16, 16, name="w"))), residual)

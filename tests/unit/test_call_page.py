@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page is memory in which each rank has entries for each call. A half-written entry counts as absent. An overwritten
-entry is an error.
+"""A page is memory in which each rank has entries for each call. A half-written entry counts as absent. A rank that
+reads an overwritten entry gets an error.
 
 - In the first entry, the rank publishes its plan.
-- In the other entries, the rank says its *verdicts*: whether it found all plans equal. Each *round* of a comparison has
-  one verdict of each rank.
+- In the other entries, the rank says its *verdicts*: whether it found all plans equal. A comparison may need several
+  *rounds*. In each round, a rank says one verdict and reads the other ranks' verdicts.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def test_what_the_backend_counts_between_calls_moves_the_place(monkeypatch: pyte
 
 
 def test_a_value_fits_on_a_page() -> None:
-    """The value is what a rank publishes for a call. It is longest if the plan has many parts and the ranks have run
-    for years."""
+    """A page is memory in which the ranks of one machine publish a value for each call. A value is longest if the plan
+    has many parts and the ranks have run for years."""
     from overlap_inductor.facts.exchange import ExchangePlan
 
     with fake_group(2) as group:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(*arguments: str, base: ForkBase | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a fork of ``base``, or in a new interpreter."""
+    """Run Python in a fork of ``base``. Without ``base``, run it in a new interpreter."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("OVERLAP_INDUCTOR")}
     kept.update(PYTHONPATH=str(ROOT), **environment)
     if base:
@@ -35,7 +35,7 @@ def python(*arguments: str, base: ForkBase | None = None, **environment: str) ->
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["report", "/nonexistent"]])
 def test_commands_that_need_no_torch_import_none(arguments: list[str]) -> None:
-    """With an import of torch at the top of a common module, --help would take seconds."""
+    """If importing the command line also imported torch, ``--help`` would take seconds."""
     script = (
         "import sys\nfrom overlap_inductor.cli.main import main\n"
         "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
@@ -121,8 +121,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_missing_module_of_our_own_is_not_reported_as_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a module of overlap_inductor is missing, its installation is broken. To install another package would not
-    help."""
+    """If a module of overlap_inductor is missing, the installation of overlap_inductor is broken. To install another
+    package would not help."""
 
     def missing(as_json: bool) -> int:
         raise ModuleNotFoundError("No module named 'overlap_inductor.x'", name="overlap_inductor.x")
@@ -184,11 +184,13 @@ def test_explain_of_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFi
 def test_explain_of_a_script_that_a_launcher_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, variable: str
 ) -> None:
-    """The error names the launcher's variable. It shows two commands for the script: one with ``--ranks``, one with
-    ``torchrun``. For another missing key, the error shows no command."""
+    """If the script fails because a variable of a launcher is not set, the error names the variable. The error then
+    shows two commands: one with ``--ranks``, one with ``torchrun``. If another key is missing, the error shows no
+    command."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    # A failing init_process_group still counts its group, and would rename the groups of later tests.
+    # A call of init_process_group that fails still adds 1 to ``group_count``. Names of groups contain this count, so
+    # the count is set back for later tests.
     world = torch.distributed.distributed_c10d._world
     monkeypatch.setattr(world, "group_count", world.group_count)
     script = tmp_path / "my train.py"

@@ -114,7 +114,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_reasons_are_those_that_graphs_give() -> None:
-    """The search of the sources must find exactly the reason codes that graphs give."""
+    """``reasons.codes`` searches the sources for reason codes. It must find exactly those that the graphs of ``CASES``
+    give."""
     assert set(reasons.codes()) == {code for code, _, _ in CASES.values()}
 
 

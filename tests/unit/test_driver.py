@@ -17,7 +17,7 @@ from overlap_inductor.runtime import driver
 
 
 class Library:
-    """Records the calls of its functions. The function whose name is in ``fails`` returns an error."""
+    """Records the calls of its functions. The function that ``fails`` names returns an error."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails = fails

@@ -35,7 +35,7 @@ def _gathered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_ops_that_are_computed_before_sending_are_named_in_graph_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of a set of nodes may differ between processes."""
+    """The order of a set of nodes may differ between processes. The text must not depend on this order."""
     between, texts = GatherNodes.between, []
     for reverse in (False, True):
         monkeypatch.setattr(

@@ -350,8 +350,8 @@ SIGMOID_AND_RESIDUAL = (("full", "row"), (("sigmoid", "x"), ("mul", "t0", "e1"),
 def test_epilogues_keep_the_loops_over_k_off_the_stack(
     kernel: Any, programs: tuple[Any, ...], words: int, tmp_path: Path
 ) -> None:
-    """An op on a whole accumulator needs registers for a second one. The test allows ``words`` instructions that access
-    the stack, all outside the loops over K. It counts them with Triton 3.6 only."""
+    """An op on a whole accumulator needs registers for a second one. At most ``words`` instructions may access the
+    stack, all outside the loops over K. Their number is checked with Triton 3.6 only."""
     constants = (
         {**GATHER, "PARTS": 4, "KEEP": False, "BIASES": 0}
         if kernel is all_gather_matmul

@@ -198,8 +198,8 @@ def test_symbols_add_no_guard() -> None:
 
 
 def test_total_of_a_size_that_is_not_a_known_multiple() -> None:
-    """A dim of ``size`` has the atoms ``4`` and ``size // 4``. Without ``total``, their product would not equal
-    ``size``."""
+    """The atoms of a dim have the sizes ``4`` and ``size // 4``. ``total`` states that together they have ``size``
+    indices. Without ``total``, the product would be ``4 * (size // 4)``, which is not known to equal ``size``."""
     size = symbol(24)
     rank = Atom(4, rank=True, total=size)
     assert same_size(product([rank, Atom(size // 4)]), size)

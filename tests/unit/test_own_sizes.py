@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates round the sizes that may differ between ranks. So each class of site nodes must name all these sizes."""
+"""Before a time is estimated, sizes that may differ between ranks are rounded. So each class of site nodes must name
+all these sizes (``MatmulSizes.own``)."""
 
 from __future__ import annotations
 

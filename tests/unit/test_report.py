@@ -41,7 +41,7 @@ def test_another_schema_version_is_refused() -> None:
 
 
 def test_sites_json_has_the_fields_of_the_contract() -> None:
-    """Other tools read this file."""
+    """Other tools read ``sites.json``."""
     value = json.loads(samples.llama(1).to_json())
     assert {
         "schema_version",

@@ -115,8 +115,9 @@ REFUSED: dict[str, tuple[str, Op]] = {
         "concatenates tensors with different tokens",
         lambda g, x: g.op("cat.default", [g.view(x, B * S, H), g.op("select.int", g.tokens(B * S, 3, 2), 2, 0)], 1),
     ),
-    # These ops are refused: each rank may take another part of the features. The ranks' graphs would then differ only
-    # in the number that says where the part starts.
+    # If each rank took its own part of the features, the ranks' rows would hold different features. One rank's graph
+    # does not show this, because the ranks' graphs would differ only in the number that says where the part starts. So
+    # these ops are refused.
     "one of 3 equal slices": ("the rank's own", lambda g, x: g.op("slice.Tensor", x, 2, 2, 4)),
     "one of 3 equal splits": ("the rank's own", lambda g, x: g.call(getitem, g.op("split.Tensor", x, 2, 2), 1)),
     "one of 3 groups": ("the rank's own", lambda g, x: g.op("select.int", g.view(x, B, S, 3, 2), 2, 1)),

@@ -29,7 +29,7 @@ def _open_without_rows(device: str) -> None:
 
 def test_all_ranks_make_the_communicator_before_the_first_uneven_exchange(joined: list[torch.device]) -> None:
     """NCCL waits for all ranks at a group's first operation. A rank without rows starts no message, so the other ranks
-    would wait until they time out. (Device ``meta`` stands for a GPU.)"""
+    would wait until they time out. So all ranks first join an all-reduce. (Device ``meta`` stands for a GPU.)"""
     for _ in range(2):
         with fake_group(2):
             _open_without_rows("meta")

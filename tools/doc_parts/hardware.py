@@ -50,7 +50,7 @@ def table() -> str:
 def _on_gpus(name: str) -> list[str]:
     """Names of the schedules that run on 8 GPUs of one machine, if the GPUs reach each other's memory."""
     with planning_for(Box(name, name, len(RANKS), GPUS[name], machine_for("cuda"))):
-        # The plan is for the GPUs of the ``Box``, so the device of this process may be the CPU.
+        # Inside ``planning_for``, schedules answer for the GPUs of the ``Box``. So the device passed may be the CPU.
         return [s.name for s in SCHEDULES if s.why_not_between(RANKS, torch.device("cpu")) is None]
 
 

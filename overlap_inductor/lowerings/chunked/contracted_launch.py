@@ -61,7 +61,7 @@ class _Band:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """``workspace [world_size, rows, width]``: the slices that arrive."""
+    """A prepared call. ``workspace [world_size, rows, width]``: the memory in which the slices arrive."""
 
     bands: list[_Band]
     workspace: torch.Tensor

@@ -23,8 +23,9 @@ class ChunkedCost:
     """Constants of vendor matmuls on chunks.
 
     Attributes:
-        exposed: exposed fraction of the shorter of matmul and transfer, for each index that ``cost_model.kind_of``
-            returns.
+        exposed: exposed fraction of the shorter of matmul and transfer, by kind of site (``cost_model.kind_of``):
+            all-gather; reduce-scatter or all-to-all; all-reduce; all-reduce whose transfer takes longer than its
+            matmul.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks / exchange_ranks: largest group measured, and largest group measured with all-to-alls.
         copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs (2 H200s).

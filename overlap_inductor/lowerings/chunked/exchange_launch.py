@@ -109,7 +109,7 @@ def _send_into(
             for rows in ranges:
                 multiply(*rows)
             if number == 0:
-                # The wait for credits follows the first matmul, as in a reduction.
+                # This wait is short: after the first chunk's matmul, the peers have usually ended their previous call.
                 credits()
             with side:
                 send(product)

@@ -8,8 +8,8 @@ steps in one order (``kernels.transfer``). The earlier work waits only for work 
 matmul.
 
 Order of rows. This rank's own rows come first, then the other ranks' rows in rank order, from the next rank on. This is
-the order in which they arrive. A chunk is a run of these rows (``chunked.sizes``). If it wraps around the end of the
-tensor, it takes two matmuls.
+the order in which they arrive. A chunk is a run of the other ranks' rows (``chunked.sizes``). If a chunk wraps around
+the end of the tensor, it takes two matmuls.
 
 With copy engines, W ranks and C chunks, a call has about ``2 * W + 2 * C + 3`` launches.
 """

@@ -55,7 +55,7 @@ class ChunkedParameters:
             ``GATHERS`` has one chunk; in other patterns, one matmul computes all rows of a band. ``None``:
             ``chunked.sizes`` chooses the number and the sizes of the chunks.
         sizes: sizes of the chunks in shards, instead of ``chunks``.
-        bands: bands of rows in an all-reduce, or in an all-to-all before matmuls that contract the exchanged dim. 0:
+        bands: number of bands in an all-reduce, or in an all-to-all before matmuls that contract the exchanged dim. 0:
             ``fitted`` or ``fitted_bands`` chooses the number. Other sites have one band.
         grain: a chunk or band begins at a multiple of this many rows of its shard. The default is the height of
             ``TILE``.

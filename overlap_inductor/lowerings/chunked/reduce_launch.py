@@ -144,8 +144,11 @@ def _reduce_into(
     product: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Band ``i - 1`` is summed between the first and the second chunk of band ``i``, on the same stream. Its sums are
-    sent to all peers under the next matmuls. After the chunks of band ``i``, band ``i - 2`` is received.
+    """Queue all launches of a call.
+
+    Band ``i - 1`` is summed on the matmuls' stream, between the first and the second chunk of band ``i``. The sums of
+    band ``i - 1`` are sent to all peers under the next matmuls. After the chunks of band ``i``, the peers' sums of band
+    ``i - 2`` are received.
 
     Writes ``product [world_size * rows, N]`` and ``out`` (a shard's rows, or ``product``). Raises ``UnsupportedError``.
     """

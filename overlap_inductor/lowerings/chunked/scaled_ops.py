@@ -4,8 +4,8 @@ arguments:
 
 * Shapes (W ranks, this rank's view): ``shard [m, K]``, ``lhs [W*m, K]`` (in an all-reduce any number of rows), ``rhs
   [K, N]`` column-major, all fp8.
-* Scales, fp32: one element each, or ``scale_a [rows, 1]`` and ``scale_b [1, N]``. ``rows``: those of ``lhs`` or of the
-  gathered tensor.
+* Scales, fp32: one element each, or ``scale_a [rows, 1]`` and ``scale_b [1, N]``. ``rows`` is the number of rows of
+  ``lhs`` or of the gathered tensor.
 * ``dtypes``: names of the results' dtypes (torch 2.11 passes a list of dtypes to an op as numbers).
 * ``fast``: as ``use_fast_accum`` of ``_scaled_mm``.
 

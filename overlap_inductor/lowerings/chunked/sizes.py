@@ -5,10 +5,11 @@ module does not import torch.
 Time is counted in matmuls of one shard; ``ratio`` is the time of a shard's transfer. Transfers run one after the other,
 and so do matmuls. The own shard is multiplied first in a gather, last in a scatter.
 
-* Gather: a chunk has all shards that arrive while the own shard and earlier chunks are multiplied, but at least one.
+* Gather: when the own shard and the earlier chunks have been multiplied, a chunk takes all further shards that have
+  arrived by then. If none has arrived, the chunk is the next shard.
 * Scatter, from the last chunk to the first: a chunk is as large as possible. The last chunk's transfer must end before
   the own shard's matmul ends. An earlier chunk's transfer must end before the next transfer has to begin. Then the
-  sizes are evened out, if the last transfer still ends before the own shard's matmul ends.
+  sizes of all chunks but the last are evened out, if the last transfer still ends before the own shard's matmul ends.
 * ``ratio > 1``: the link is the bottleneck, and a few even chunks keep it busy.
 
 These rules are our own. Measurements: ``bench/results/mirrored.jsonl``.
@@ -42,7 +43,8 @@ for a chunk."""
 
 
 def gather_sizes(peers: int, ratio: float, waves: float) -> tuple[int, ...]:
-    """Shards of each chunk of a gather of ``peers`` shards. ``waves``: waves of tiles of one shard's matmul."""
+    """The number of shards in each chunk of a gather, in order. ``peers``: the number of other ranks' shards.
+    ``waves``: waves of tiles of one shard's matmul."""
     if ratio > 1:
         return even_sizes(peers, FEW_CHUNKS)
     if waves < LEAST_WAVES:
@@ -80,6 +82,6 @@ def last_transfer(sizes: Sequence[int], ratio: float) -> float:
 
 
 def even_sizes(shards: int, most: int) -> tuple[int, ...]:
-    """``shards`` in at most ``most`` sizes that differ by at most one, larger ones first."""
+    """The number ``shards`` as a sum of at most ``most`` sizes. They differ by at most one; larger ones come first."""
     count = min(shards, most)
     return tuple(shards // count + (i < shards % count) for i in range(count))

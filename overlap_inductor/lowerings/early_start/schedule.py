@@ -5,9 +5,9 @@
     moved = all_to_all_single(block)            ->  y = after(attention(q, k, v), moved)
     next = wait_tensor(moved)                       next = wait_tensor(moved)               # ordered after y
 
-Op ``after`` makes the attention run after the start of the exchange. The collective stays the program's own. So a rank
-may overlap a site that another rank does not have. Torch's causal context parallelism needs this, because a rank skips
-blocks that its queries do not see.
+Op ``after`` returns the attention's result, and makes Inductor run the attention after the start of the exchange. The
+collective stays the program's own. So a rank may overlap a site that another rank does not have. Torch's causal context
+parallelism needs this, because a rank skips blocks that its queries do not see.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class EarlyStart:
         return cost.seconds(sizes_at(site), machine_of(site, config))
 
     def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
-        """The sizes of the example inputs decide, because one order of attention and exchange serves all token
-        counts."""
+        """The sizes of the example inputs decide whether the schedule pays, because one order of attention and
+        exchange serves all token counts."""
         if not has_example(site):
             return Reason("dynamic_shape", "the sizes are only known when the graph runs, so there is no estimate")
         # On GPUs, this schedule was measured at one size only.

@@ -235,7 +235,7 @@ define_reductions("fused", fused_plan, _reduce)
 define_exchanges("fused", fused_plan, _send, functools.partial(_gather, "all_to_all_matmul"))
 define_contracted("fused", fused_plan, _contract)
 # The ops below are like those above for all-gathers and reductions, but also compute epilogues that read ``extras``.
-# ``epilogues`` is what ``epilogue_program.to_text`` makes of each result's epilogue or ``None``.
+# ``epilogues`` is a text by ``epilogue_program.to_text``: for each result its epilogue, or ``None`` if it has none.
 define(
     "fused_all_gather_matmul_epilogue(Tensor chain, Tensor shard, Tensor[] rhs, Tensor?[] biases, bool gathered_used,"
     " Tensor[] extras, str epilogues, str settings, str group_name, str site) -> (Tensor[], Tensor)",

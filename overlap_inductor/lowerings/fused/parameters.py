@@ -28,30 +28,30 @@ COPIES_FROM = 4 << 20
 
 @dataclass(frozen=True, eq=False)
 class FusedParameters:
-    """The tunable parameters. They are part of a key that is looked up at every call, so they are compared by identity.
-    ``parameters_of`` makes one object for equal parameters.
+    """The tunable parameters. They are part of a key that is looked up at every call. So they are compared by identity,
+    which takes less time than to compare fields. ``parameters_of`` makes one object for equal parameters.
 
     Attributes:
-        blocks: blocks of the grid, ideally the number of SMs.
+        blocks: number of blocks of the grid, ideally the number of SMs.
         copies_from: a transport of ``copiers`` sends a shard of at least this many bytes, and SMs send a smaller one
             (patterns of ``GATHERS``).
         copier: name of that transport; empty for the first of ``copiers``.
         parts: largest number of bands of a shard. 0: the number of ranks.
         parts_from: if the whole matmul has fewer rows, a shard is one band.
         pieces: number of pieces in which a band is pushed (patterns of ``GATHERS``).
-        pushers: blocks that push. 0 (all-reduce): ``push_inner`` decides.
+        pushers: number of blocks that push. 0 (all-reduce): ``push_inner`` decides.
         push_inner: K for which one block pushes as fast as all others multiply (all-reduce).
-        unit: neighbouring tiles that are pushed at once (all-reduce).
+        unit: number of neighbouring tiles that are pushed at once (all-reduce).
         slices: number of slices along K in which a shard is pushed (patterns of ``GATHERS``). A tile waits for the
             slices one by one.
         slices_tiles: with more tiles than this, a shard has fewer slices (``slices_of``). All ranks need the same
             number of slices, so this limit is in the plan.
-        slices_pushers: blocks that push the slices.
+        slices_pushers: number of blocks that push the slices.
         column_tiles: tiles across the columns of all weights of a gather, equal on all ranks. 0: those of this rank's
             weights.
         stagger_ns: nanoseconds between the starts of neighbouring blocks (reduce-scatter, all-to-all after a matmul).
-        early: pieces of a tile's size that a block may copy after each tile of the rank's own slice (all-to-all after a
-            matmul). -1: one for each peer.
+        early: number of tile-sized pieces that a block may copy after each tile of the rank's own slice (all-to-all
+            after a matmul). -1: one for each peer.
         halves: store tiles in two halves, which leaves shared memory for one more stage.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: a repeated call is replayed as one CUDA graph (``runtime.replay``).

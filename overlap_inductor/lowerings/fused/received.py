@@ -95,7 +95,7 @@ def _start(call: Received, launch: Launch, parameters: FusedParameters, prepare:
         kernel(call)
         return
     _with_copies(call, launch, parameters, kernel)
-    # After an abort, results become NaN. With ``keep``, ``calls.end`` does this.
+    # After an abort, ``spoil_kernel`` writes NaN into the results. With ``keep``, ``calls.end`` writes the NaN.
     for result in call.results if not call.keep else ():
         spoil_kernel(launch, result)(result)
 

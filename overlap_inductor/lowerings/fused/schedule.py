@@ -3,7 +3,7 @@
 as an epilogue.
 
 A site with a dynamic token count has no epilogue, because its calls of few tokens run as written. Such a call would run
-the pointwise ops of an epilogue one by one.
+the pointwise ops of an epilogue one by one. Outside the op, Inductor can fuse them.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def look_up(
     p: TableParameters,
     saved: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> torch.Tensor:
-    """The result of the all-to-all, flat: the slice of this rank from all tables of all ranks.
+    """The result of the all-to-all, flat: for this rank's slice of the batch, the results of all tables of all ranks.
 
     Args:
         saved: two tensors for each table, filled for the backward graph: the bag of each index, and each bag's number

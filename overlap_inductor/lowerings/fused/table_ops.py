@@ -32,7 +32,7 @@ from overlap_inductor.torch_compat.memory import token_like
 
 aten = torch.ops.aten
 MODES = ("sum", "mean")
-"""The ways to pool a bag, at the index that torch gives them."""
+"""The ways to pool a bag. The index of a way in this tuple is torch's number for it."""
 
 
 def _bags(indices: torch.Tensor, offsets: Sequence[torch.Tensor], last_offset: bool) -> int:

@@ -29,9 +29,10 @@ class TableParameters:
         blocks: the device's number of SMs.
         blocks_an_sm: blocks of the grid for each SM. With more blocks, more loads are in flight.
         unroll: rows of each bag that a thread loads before it adds the first.
-        bags: bags that a block looks up at once, a power of two. 0: so many that each thread loads 16 bytes at once.
-        most: how many times a block may look up ``bags`` bags for one piece.
-        copies: parts in which a peer's results are copied out of the workspace. 0: one for each SM.
+        bags: number of bags that a block looks up at once, a power of two. 0: the number is computed by
+            ``bags_at_once``, so that each thread loads 16 bytes at once.
+        most: a piece holds at most ``most`` times the number of bags that a block looks up at once.
+        copies: number of parts in which a peer's results are copied out of the workspace. 0: the number of SMs.
         copy_words: int32 words that a block copies at once.
     """
 

@@ -43,8 +43,8 @@ class RowsForm(Protocol):
         ...
 
     def chooses_at_run_time(self, site: OverlapSite) -> bool:
-        """For a loopable site: whether the rows of the op's operand tell the op the token count. If so, the op can
-        run the plain collective for few tokens."""
+        """For a loopable site: whether the number of rows of the op's operand determines the token count. If so, the
+        op can run the plain collective for few tokens."""
         ...
 
     def computed_between(self, site: OverlapSite) -> fx.Node | None:
@@ -62,8 +62,9 @@ class RowsForm(Protocol):
 
     def why_no_contraction(self, site: OverlapSite, noun: str, contracts: int) -> str | None:
         """Why the schedule cannot compute matmuls that all contract the gathered or exchanged dim. ``None`` if it can,
-        or if a matmul does not contract this dim. ``noun``: ``SiteSchedule.noun``. ``contracts``:
-        ``OneOpSchedule.contracts``. ``site`` need not be loopable."""
+        or if at least one matmul does not contract this dim. ``site`` need not be loopable. ``noun``:
+        ``SiteSchedule.noun``. ``contracts``: the size of a rank's slice of the dim must be a multiple of this number;
+        0 if the schedule has no op for such matmuls."""
         ...
 
     def why_not_scaled(self, site: OverlapSite) -> str | None:

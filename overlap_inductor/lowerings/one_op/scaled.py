@@ -3,8 +3,8 @@
 ``overlap_inductor::<schedule>_scaled_<pattern>``.
 
 An operand has either one scale or several: one for each row of a left operand, one for each column of a right operand.
-Scales of rows cover the rows of all ranks, in the ranks' order (``lowerings.rows``). If the op computes the transposed
-product, the scales of the two operands are swapped.
+Scales of rows cover the rows of all ranks: first those of rank 0, then those of rank 1, and so on. If the op computes
+the transposed product, the scales of the two operands are swapped.
 """
 
 from __future__ import annotations

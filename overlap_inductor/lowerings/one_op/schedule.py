@@ -84,8 +84,8 @@ class OpPlan(Protocol):
         ...
 
     def parameters_of(self, settings: str, blocks: int) -> Any:
-        """The op's parameters. ``settings``: a plan's settings as JSON text. ``blocks``: SMs of the device. Sizes of
-        workspaces do not depend on ``blocks``."""
+        """The op's parameters. ``settings``: a plan's settings as JSON text. ``blocks``: number of SMs of the
+        device. Sizes of workspaces do not depend on ``blocks``."""
         ...
 
 
@@ -172,7 +172,8 @@ class OneOpSchedule:
         return None
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Changes no decision: a site becomes too few nodes to matter for the graph's budget of nodes."""
+        """Changes no decision. A site is written as one op and few other nodes, so it hardly uses the graph's budget of
+        nodes."""
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         if site.nodes.uneven_rows():
@@ -269,7 +270,7 @@ class OneOpSchedule:
         machine, own = machine_of(site, config), served(site)
         if isinstance(own.nodes.tokens, int):
             # Only calls whose tensors have the addresses of an earlier call are replayed. With a dynamic token count,
-            # addresses change.
+            # addresses change. So replays are assumed only for a static token count.
             sizes = replace(sizes_at(own), replays=self.replays and config.replay == "on" and not symmetric.one_queue())
             return self.forced(site, config) if self.pays(sizes, machine) else None
         example = max(hint(own.nodes.tokens), 1)

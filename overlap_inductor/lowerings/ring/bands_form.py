@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ring writes a site of a seam in bands (``passes.sequence.seams``)."""
+"""How the ring cuts a site of a seam (``passes.sequence.seams``) into bands, and writes the site's steps into the
+graph."""
 
 from __future__ import annotations
 

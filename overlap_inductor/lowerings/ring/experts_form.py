@@ -4,6 +4,9 @@
     x = wait_tensor(all_to_all(rows))[index]           ->  buffer, results, [x, ...] = all_to_all_experts(rows, ...)
     y = wait_tensor(all_to_all(index_put(experts(x))))     exchange_wait(buffer, [results]);  y = buffer
 
+``buffer`` receives the returned rows. ``results`` are the rows that this rank is still sending back. ``[x, ...]`` are
+those values between the exchanges that other nodes read too.
+
 Work that does not need ``y``, for example gradients of weights, can run between ``all_to_all_experts`` and
 ``exchange_wait`` (``passes.delayed_matmuls``).
 """

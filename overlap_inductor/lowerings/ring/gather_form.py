@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ring cuts the gather of a matmul's operand, and writes its steps (``form.RingForm``)."""
+"""How the ring cuts a site ``all-gather -> matmul``, and writes the site's steps (``form.RingForm``)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 """Write the matmuls that read a gathered tensor, and their epilogue, for one piece of the tensor at a time.
 
 The caller brings this rank's own shard first, as a whole or (``unrolled_bands``) in sub-chunks. It may bring the other
-pieces in any order. This rank is rank ``r``. For the shard of rank ``r + shift``, or a part of it, these nodes are
-written::
+pieces in any order. The gathered dim is dim B (batch), M, N or K of the matmul. This rank is rank ``r``. For the shard
+of rank ``r + shift``, or a part of it, these nodes are written::
 
     operand = f(piece)                       # the nodes between the collective and the matmul
     y[r + shift][part] = operand @ w         # B, M or N gathered: ``assemble`` joins the pieces of y
@@ -224,8 +224,9 @@ def annotate_new(emit: StepEmitter, node: fx.Node) -> None:
 def evaluate(
     emit: StepEmitter, nodes: GatherNodes, node: fx.Node, piece: fx.Node, done: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Compute ``node``, which stands between the gather and an operand, from one slice ``piece`` in the collective's
-    layout. Pointwise ops are copied, views skipped, other nodes returned as they are. ``done``: the results so far."""
+    """Compute ``node``, which stands between the gather and an operand, for one slice of the gathered tensor.
+    ``piece``: this slice, in the collective's layout. Pointwise ops are copied, views skipped, other nodes returned
+    as they are. ``done``: the results so far."""
     if node is nodes.collective.wait:
         return piece
     if node not in done:

@@ -145,8 +145,8 @@ def places_from_zero(emit: StepEmitter, matmul: GroupedMatmul) -> fx.Node:
 
 
 def _with_rows(matmul: GroupedMatmul) -> fx.Node:
-    """A tensor with one entry for each row, which the steps read but do not compute. If the size of a step's result
-    were read, the step would stay in the graph and compute all rows."""
+    """A tensor with one entry for each row. The steps read this tensor but do not compute it. If the size of a
+    step's result were read, the step would stay in the graph and compute all rows."""
     steps, last = matmul.steps, matmul.index.args[0]
     for node in steps:
         if is_gather(node):

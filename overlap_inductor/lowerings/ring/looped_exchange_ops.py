@@ -94,8 +94,8 @@ def _matmul_all_to_all_fake(
 
 
 # Returns ``(received [W, rows, width], next token of the chain)``. The product has an equal slice for each of W ranks:
-# a slice of its columns if ``columns``, else of its rows. The rows of a slice are ``lead`` runs of equal length. Each
-# of the ``parts`` sub-chunks of a slice has whole runs.
+# a slice of its columns if ``columns``, else of its rows. The rows of a slice are ``lead`` blocks of equal size. A
+# slice is cut into ``parts`` sub-chunks, and no block is cut.
 define(
     "matmul_all_to_all(Tensor chain, Tensor[] lhs, Tensor[] rhs, Tensor?[] biases, bool columns, SymInt lead,"
     " int parts, SymInt min_rows, ScalarType dtype, str group_name, str site, str transport='') -> (Tensor, Tensor)",

@@ -35,7 +35,7 @@ Results = tuple[torch.Tensor, torch.Tensor, Tensors, torch.Tensor]
 
 
 class Experts:
-    """Computes the rows of ``arrived`` by their experts, some at a time.
+    """Runs the experts on the rows of ``arrived``, some rows at a time.
 
     Attributes:
         results: the results of all rows, in the order of ``arrived``.

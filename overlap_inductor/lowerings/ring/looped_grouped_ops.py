@@ -4,7 +4,7 @@ computes the rows.
 
 There are S rows, in the order of their E experts, and T tokens:
 
-- ``places [T, k]``: the k rows that are summed for each token.
+- ``places [T, k]``: for each token, the numbers of the k rows that are summed.
 - ``ends [E]``: where each expert's rows end.
 - Input i of the program has S rows: ``sources[i][indices[i]]``, or ``sources[i]`` if ``indices[i]`` is ``None``. One
   run of the program computes the rows of a slice of tokens.

@@ -380,7 +380,8 @@ def _assemble_fake(
 
 
 # Joins ``pieces`` to a tensor of ``shape``. Piece i belongs to the shard of rank ``r + shifts[i]``, which has ``chunk``
-# indices of ``dim``. ``starts``: where each piece begins in its shard, a number for each dim and piece.
+# indices of ``dim``. ``starts``: where each piece begins in its shard. It has one number for each dim of piece 0,
+# then of piece 1, and so on.
 define(
     "assemble(Tensor[] pieces, SymInt[] shape, int dim, SymInt chunk, int[] shifts, SymInt[] starts, str group_name) ->"
     " Tensor",

@@ -154,8 +154,8 @@ def _transport(config: OverlapConfig) -> Exchanges:
 
 
 def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-    """The form's parameters. If ``part_counts`` offers several numbers of sub-chunks, ``cost.fewest_parts`` chooses
-    one of them."""
+    """The plan's parameters, from the ring's form for this kind of site (``form.RingForm``). If ``part_counts`` offers
+    several numbers of sub-chunks, ``cost.fewest_parts`` chooses one of them."""
     found = form_of(site).parameters(site, config)
     if len(part_counts(site, config)) > 1:
         sizes, machine = sizes_at(site), machine_of(site, config)
@@ -219,8 +219,8 @@ def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
 
 
 def unrolled_nodes(site: DecidedSite, parts: int | None = None) -> int | None:
-    """Estimated number of FX nodes of the site's unrolled steps. ``parts``: sub-chunks of a shard; ``None``: as many as
-    the plan says."""
+    """Estimated number of FX nodes of the site's unrolled steps. ``parts``: number of sub-chunks of a shard;
+    ``None``: the number in the plan."""
     parameters = site.decision.moving.parameters
     return form_of(site).unrolled_nodes(site, parts or parameters["sub_chunks"], parameters["route"])
 

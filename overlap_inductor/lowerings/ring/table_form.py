@@ -32,7 +32,7 @@ def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
 
 
 class _TableRing:
-    """``parts``: the number of groups of tables."""
+    """What ``PooledRing`` and ``GradientRing`` share. The argument ``parts`` is the number of groups of tables."""
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
         return {None: parts}

@@ -59,8 +59,8 @@ class UnevenRing:
 
 
 class UnevenSentRing(UnevenRing):
-    """See ``form.RingForm``. The parts for the other ranks are computed first. Each piece is sent as soon as it is
-    computed."""
+    """The ring for ``matmul -> all-to-all`` with parts of different sizes (``form.RingForm``). The parts for the other
+    ranks are computed first. Each piece is sent as soon as it is computed."""
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, UnevenSentNodes)
@@ -93,7 +93,8 @@ class UnevenSentRing(UnevenRing):
 
 
 class UnevenReceivedRing(UnevenRing):
-    """See ``form.RingForm``. This rank's own rows are multiplied first, the rows of other ranks when they arrive."""
+    """The ring for ``all-to-all -> matmul`` with parts of different sizes (``form.RingForm``). This rank's own rows are
+    multiplied first, the rows of other ranks when they arrive."""
 
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, UnevenReceivedNodes)

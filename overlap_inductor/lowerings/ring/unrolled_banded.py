@@ -83,7 +83,7 @@ def _pieces(emit: StepEmitter, nodes: BandedNodes, start: Size, length: Size, af
     product = matmuls.emit(emit.graph, leaf, lhs, leaf.rhs, {"M": lambda x, dim: emit.narrow(x, dim, *rows)})
     annotate_new(emit, product)
     if after is not None:
-        # Without this edge Inductor may run all matmuls before the first send, or all sends last.
+        # Without this edge, Inductor may run all matmuls before the first send.
         product = emit.call(overlap.after.default, product, after)
     return BandPieces(emit, nodes, {leaf.node: product}, nodes.band, start, length)
 

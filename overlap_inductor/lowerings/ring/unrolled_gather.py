@@ -45,7 +45,7 @@ class Steps:
     """Multiplies sub-chunks of ``gathered``, the buffer of all shards, as they arrive.
 
     Args:
-        parts: sub-chunks of a shard; 1 is used if ``can_cut`` forbids cuts.
+        parts: number of sub-chunks of a shard; 1 is used if ``can_cut`` forbids cuts.
 
     Attributes:
         bounds: offsets in a shard, in elements: where each sub-chunk begins, and where the last one ends.

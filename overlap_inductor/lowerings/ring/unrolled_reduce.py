@@ -2,7 +2,8 @@
 """Write ``matmul(s) -> reduce-scatter | all-reduce | all-gather of the output`` as unrolled steps of a ring.
 
 Slices of the collective's input are computed in the order in which they are sent, this rank's own slice last. The
-matmul of the own slice can hide the last transfer. Below, ``r`` is the rank.
+matmul of the own slice can hide the last transfer. Below, ``r`` is the rank, ``W`` the number of ranks, and ``part`` a
+sub-chunk of a slice. Ranks count modulo ``W``.
 
 Reduce-scatter, route ``owner`` (CommFuse, arXiv 2604.24013, Fig. 8b). Numerics ``preserve``: each partial sum travels
 once in the collective's dtype and is added once, in at least fp32::
@@ -68,7 +69,7 @@ def summed(emit: StepEmitter, own: fx.Node, received: fx.Node, reduce_op: str, d
 
 def rewrite_reduce_scatter(emit: StepEmitter, nodes: ReduceNodes, parts: int, route: str) -> fx.Node:
     """Write the steps of a reduce-scatter. Returns this rank's result, contiguous and in the collective's shape.
-    ``parts``: sub-chunks of a shard. ``route``: ``owner`` or ``travel``."""
+    ``parts``: the number of sub-chunks of a shard. ``route``: ``owner`` or ``travel``."""
     collective, sharded = nodes.collectives[0], nodes.sharded
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     slices = Slices(emit, nodes)
@@ -206,7 +207,7 @@ def _travel(
 
 def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.Node:
     """Write the steps of an all-reduce. Returns the reduced tensor, contiguous and in the collective's shape.
-    ``parts``: bands of a shard's rows."""
+    ``parts``: the number of bands of a shard's rows."""
     collective, sharded = nodes.collectives[0], nodes.sharded
     world_size, dtype = emit.world_size, tools.dtype(collective.input)
     reduce_op = collective.reduce_op or "sum"
@@ -272,7 +273,7 @@ def _reduce_left_over(
 
 def rewrite_gathered_output(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.Node:
     """Write the steps that gather the matmul's output. Returns the gathered tensor, in the collective's layout.
-    ``parts``: bands of this rank's rows."""
+    ``parts``: the number of bands of this rank's rows."""
     collective = nodes.collectives[0]
     dtype = tools.dtype(collective.input)
     slices = Slices(emit, nodes)

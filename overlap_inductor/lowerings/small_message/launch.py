@@ -140,8 +140,8 @@ def _behind_matmul(
     constant: float,
     start: Callable[[torch.Tensor], None],
 ) -> None:
-    """Run the vendor's matmul, then ``start`` with its product, or replay both. ``start`` also reads ``constant``
-    and ``others``, and writes ``results``."""
+    """Run the vendor's matmul, and call ``start`` with its product. A replayed call launches both as one CUDA graph
+    (``runtime.replay``). ``start`` also reads ``constant`` and ``others``, and writes ``results``."""
     # The operands determine everything about the results but their addresses.
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
     # ``launched`` must know the operands that are copied. The vendor's library copies only the bias. It copies the bias

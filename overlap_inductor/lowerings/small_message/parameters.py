@@ -21,7 +21,7 @@ faster."""
 MOST_COLUMNS = 16384
 """Elements of the longest row that a block normalises in its registers."""
 SHORT_ROW = 8192
-"""Elements of the longest row with blocks of four warps."""
+"""Elements of the longest row for which a block may have four warps."""
 MOST_RANKS = 16
 """Largest group: one block waits for the flags of all ranks."""
 BLOCKS = 128
@@ -38,7 +38,7 @@ class SmallParameters:
             every rank sums every row.
         segment: columns that a block sends, a power of two.
         warps: warps of a block.
-        replays: a repeated call, matmul included, is one launch of a CUDA graph (``runtime.replay``).
+        replays: whether a repeated call, matmul included, is one launch of a CUDA graph (``runtime.replay``).
     """
 
     two_shot: bool
@@ -84,7 +84,7 @@ def needed_up_to(settings: str, world_size: int, rows: int, columns: int, itemsi
 
 
 def units(parameters: SmallParameters, world_size: int, rows: int, columns: int) -> int:
-    """Segments that a rank signals to each peer, in each leg."""
+    """The number of segments that a rank signals to each peer, in each leg."""
     return (-(-rows // world_size) if parameters.two_shot else rows) * -(-columns // parameters.segment)
 
 

@@ -128,7 +128,7 @@ class SmallMessageSchedule:
         return _joined(own[0], others[0]) if others else own
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        """Does nothing: each call is one node."""
+        """Does nothing: a site becomes one op, so no decision has to change for the graph's budget of nodes."""
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request:
         rows, (columns, like) = site.nodes.tokens, _columns(site)

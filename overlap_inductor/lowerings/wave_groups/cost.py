@@ -20,7 +20,7 @@ class WaveCost:
     """Constants of groups of waves.
 
     Attributes:
-        efficiency: speed of matmul and collective side by side, relative to their speed alone.
+        efficiency: speed of matmul and collective at the same time, relative to their speed one after the other.
         groups: groups that a call is assumed to be cut into.
         ranks: ranks of the largest process group measured; 0: none.
     """

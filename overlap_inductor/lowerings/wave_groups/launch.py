@@ -9,8 +9,9 @@ Planning. All ranks plan a site together at its first call, with the first rank'
 3. For each number of free SMs, partition the matmul's bands (``best_partition``), and time the whole call. Keep the
    fastest plan.
 
-Sites whose matmuls look alike on the first rank share a plan. On another rank, these matmuls may differ in inner size
-or bias. The plan fits these matmuls too, because a partition cuts only rows.
+Sites share a plan if their calls are alike on the first rank. Alike calls have the same kind of collective, sizes,
+dtype, strides of ``b`` and parameters, and either all or none of them have a bias. On another rank, the matmuls of
+these sites may differ in inner size or bias. The plan fits these matmuls too, because a partition cuts only rows.
 
 Loading. Loading a kernel waits for the device. If a kernel on the device waits for a matmul that is only launched after
 the loading, this is a deadlock. So the first call loads every kernel before any of them waits. A matmul of another
@@ -292,8 +293,8 @@ class Call:
         own = (self.b.shape[0], *self.b.stride(), self.bias is None)
         known = self.waves.plans.get((agreed, own))
         if known is None:
-            # Even if the ranks have decided already, a kernel for another inner size or bias may still have to be
-            # loaded.
+            # A capture is refused even if the ranks have decided already. A kernel for another inner size or bias may
+            # still have to be loaded, and loading waits for the device.
             _not_in_a_capture(f"site {self.site}")
             known = self.waves.plans[agreed, own] = self._agreed_plan(agreed, own)
         return known

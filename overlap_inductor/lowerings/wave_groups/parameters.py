@@ -41,7 +41,7 @@ class WaveParameters:
     """The tunable parameters.
 
     Attributes:
-        blocks: SMs of the device.
+        blocks: number of the device's SMs.
         free: numbers of SMs to leave to the collectives. A site's first call tries all and keeps the fastest.
         partition: first band of each group, then the number of bands: ``(0, 3, 8)``. ``None``: the predictor's choice.
         halves: store tiles in two halves, which leaves shared memory for one more stage.
@@ -104,11 +104,12 @@ class Waves:
     """A matmul as the predictor sees it. Bands are assumed to finish one after the other.
 
     Attributes:
-        bands: bands of ``block_m`` rows of a shard. A band finishes when its tiles in all shards are stored.
-        tiles: tiles of a band in all shards.
-        blocks: tiles that are multiplied at the same time.
+        bands: number of bands of a shard. A band has ``block_m`` rows. It finishes when its tiles in all shards are
+            stored.
+        tiles: number of a band's tiles in all shards.
+        blocks: number of tiles that are multiplied at the same time.
         seconds: seconds of a wave of ``blocks`` tiles.
-        rows: rows of a shard. An all-reduce has one shard.
+        rows: number of rows of a shard. An all-reduce has one shard.
         row_bytes: bytes of a row of the result, times the number of shards.
     """
 

@@ -19,7 +19,7 @@ WAVE_GROUPS = OneOpSchedule(
     pays=cost.pays,
     reach=lambda ranks, device: symmetric.why_no_kernels(device),
     # At the first call of each size, the op measures, and plans all calls of this size. With dynamic sizes, any call
-    # may bring a new size.
+    # could bring a new size, and would then have to measure.
     dynamic=False,
     ops=("overlap_inductor.lowerings.wave_groups.ops",),
 )

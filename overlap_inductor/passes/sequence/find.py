@@ -223,7 +223,7 @@ class _DisjointSets:
 def gather_less(stretch: Stretch) -> None:
     """Gather the inputs of a node in place of its result if this moves fewer bytes. For a view, equal bytes suffice. A
     node whose inputs are gathered is computed with all rows. If a node on rows or a sum over tokens reads this node,
-    this node is also computed on rows::
+    this node is also computed on rows. Two examples of what is gathered::
 
         c = cast(x) to fp32; mm(c, w)               ->   gather x in place of c, and cast all rows
         three views of n, each read by a matmul     ->   gather n once, in place of the three views

@@ -9,8 +9,8 @@ The matmuls of the forward and of the weights' gradients read all rows, which ta
 
 Only the rank's rows are saved if
 
-- on any device but a CPU, the gradients' matmuls are estimated to take at least ``MARGIN`` times as long as the
-  transfer, or
+- the tensors are not on a CPU, and the gradients' matmuls are estimated to take at least ``MARGIN`` times as long as
+  the transfer, or
 - the forward does not need all rows.
 
 The pass tags nodes as recomputed, and the partitioner does not save a tagged node.

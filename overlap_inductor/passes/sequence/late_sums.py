@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combine sums over tokens in one all-reduce at the end of the graph, if only results of the graph depend on them.
 
-A graph has many small gradients of norms' weights. If each had an all-reduce of its own, most of the time of these
-all-reduces would be fixed costs::
+A graph may compute many small gradients of norms' weights. If each gradient had an all-reduce of its own, most of the
+time of these all-reduces would be fixed costs::
 
     dw0 = all_reduce(part0); ...; dw64 = all_reduce(part64)
     ->  s = wait_tensor(all_reduce(cat(part0, ..., part64))); dw0 = s[:8192]; ...       # in front of the output
 
-Each group, dtype and device has at most one such all-reduce in the forward, and one in the backward. Nodes that are
-computed from a sum (a view, a cast) move behind the all-reduce.
+Each combination of group, dtype and device has at most one such all-reduce in the forward, and one in the backward.
+Nodes that are computed from a sum (a view, a cast) move behind the all-reduce.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ T tokens, W ranks, t = ceil(T / W)::
     mean(x [T, H], -1, keepdim)    -> mean(x [t, H], -1, keepdim)    a reduction over features
     sum(x [B, S, H], [0, 1])       -> sum(x [t, H], 0), summed over the ranks       a reduction over all tokens
     view [B, S, H] as [T, H]       -> the same rows
-    permute, slice, split, cat     -> the same on the features
+    permute, slice, split, cat     -> the same op, on features of the rows
 
 These are examples. An op needs all rows if neither ``rule_of`` nor the module ``sums`` of this folder
 knows it. The rules follow DTensor's op

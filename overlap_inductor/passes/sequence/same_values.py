@@ -60,7 +60,7 @@ class SameValues:
         return [] if node.op != "call_function" or self._ends(node) else node.all_input_nodes
 
     def _ends(self, node: fx.Node) -> bool:
-        """Whether the answer for ``node`` does not depend on its inputs."""
+        """Whether the result of ``inputs_of(node)`` is known without a look at the inputs of ``node``."""
         return _is_number(node) or _may_differ(node) or self._of_group(node) is not None
 
     def _of_group(self, node: fx.Node) -> str | None:

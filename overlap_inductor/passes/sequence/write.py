@@ -278,7 +278,7 @@ class RowWriter:
         node.replace_all_uses_with(result)
 
     def _combine(self, late: list[tuple[int, fx.Node, fx.Node]]) -> None:
-        """Write one all-reduce of several sums at the end of the graph."""
+        """At the end of the graph, write one all-reduce for several sums."""
         self._stretch, last, _ = late[-1]
         output = self.graph.output_node()
         group = self.held[last.args[0]].tokens.group_name

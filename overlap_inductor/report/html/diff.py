@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dataclasses import replace
 
 CONTEXT = 3
-"""Unchanged lines that are shown on each side of a change. All others are folded."""
+"""How many unchanged lines are shown on each side of a change. All other unchanged lines are folded."""
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ def beside_gather(matmul: float, transfer: float) -> list[Bar]:
 
 
 def gather(matmul: float, transfer: float, world_size: int, parts: int) -> list[Bar]:
-    """A site ``gather -> matmul``. The own shard is multiplied while sub-chunks of other shards arrive. Each of these
-    sub-chunks is multiplied after it has arrived."""
+    """A site ``gather -> matmul``. The rank's own shard is multiplied while sub-chunks of other shards arrive. Each of
+    these sub-chunks is multiplied after it has arrived."""
     hops = (world_size - 1) * parts
     hop, step = transfer / hops, matmul / (world_size * parts)
     bars = [Bar("transfer", i * hop, (i + 1) * hop, f"sub-chunk {i + 1}/{hops} arrives") for i in range(hops)]

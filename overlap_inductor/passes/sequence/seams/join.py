@@ -20,8 +20,9 @@ from overlap_inductor.sites.sizes import has_example
 
 
 def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[list[str]] = ()) -> list[Seam]:
-    """Choose which seams among ``sites`` are written in bands, and return these seams. The plans of their two sites get
-    the parameter ``bands`` and the estimated times in bands. If the schedule is forced, bands need not pay.
+    """Choose which seams among ``sites`` are written in bands, and return these seams. The plans of each chosen seam's
+    two sites get the parameter ``bands`` and the estimated times in bands. If the schedule is forced, bands need not
+    pay.
 
     Each seam takes the smallest number of bands whose estimated time is close to the shortest. Bands add nodes, which
     must fit into what unrolled rings and earlier seams have left of ``step_node_budget``.

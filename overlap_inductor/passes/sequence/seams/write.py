@@ -3,8 +3,8 @@
 the gather while later bands still travel to this rank.
 
 Before and after, for two bands (``lowerings.ring.unrolled_bands`` wrote the steps). ``s0``, ``s1``: the scatter's
-sums. ``own[i]``: this rank's rows of band ``i`` in the gather's buffer. ``wait``: a wait of the scatter. The gather's
-waits follow, with the other ranks' rows::
+sums. ``own[i]``: this rank's rows of band ``i`` in the gather's buffer. ``wait``: a wait of the scatter.
+``gather's wait``: a wait for the other ranks' rows of a band, which are multiplied after it::
 
     wait 0; s0 = ...; wait 1; s1 = ...              wait 0; s0 = ...; r0 = s0 + x[band 0]; n0 = norm(r0)
     s = cat(s0, s1); r = s + x; n = norm(r)         send n0; y0 = own[0] @ w
@@ -270,7 +270,7 @@ class _BandWriter:
         if len(known) == self._bands and tools.shape(known[self._band]) == [tokens.shard, *shape[ahead:]]:
             return known[self._band]
         if self._inside.issuperset(node.users) and (source := _only_source(node)) is not None:
-            # Only bands read ``node``, so the op runs on the band of its input. Its kernel reads a window of the input.
+            # All readers of ``node`` are written in bands, so ``node`` is too: its op runs on the band of its input.
             self._inside.add(node)
             part = self.cut(source, tokens, ahead, dims)
             return self.call(node.target, *(part if a is source else a for a in node.args), **node.kwargs)
