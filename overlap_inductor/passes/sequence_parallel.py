@@ -57,7 +57,7 @@ from overlap_inductor.torch_compat.guards import decide
 
 log = logging.getLogger("overlap_inductor")
 FAILURE = "overlap_inductor_sequence_parallel_failure"
-"""Metadata of an all-reduce in a graph whose rewrite failed: ``Failure.to_dict()``."""
+"""Metadata of the first collective in a graph whose rewrite failed: ``Failure.to_dict()``."""
 SAME = "overlap_inductor_same_on_all_ranks"
 """Metadata of an input that must be the same on all ranks of a group: the group's name."""
 CLEARLY = 4
@@ -86,7 +86,11 @@ def run_sequence_parallel(graph: fx.Graph, config: OverlapConfig, refusal: str |
             BUG_REPORT,
             exc_info=True,
         )
-        next(n for n, kind, _ in find_collectives(graph) if kind == "all_reduce").meta[FAILURE] = failure.to_dict()
+        # ``find_collectives`` may be what failed, so the collective that holds the failure is found without it.
+        for node in graph.nodes:
+            if operators.is_functional_collective(node):
+                node.meta[FAILURE] = failure.to_dict()
+                break
         return []
 
 
@@ -111,9 +115,14 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, refusal: str | Non
             text = "OVERLAP_INDUCTOR=report does not change the graph; set OVERLAP_INDUCTOR=on to rewrite this stretch"
             facts[number] = replace(facts[number], status="kept", reasons=(Reason("report_mode", text),))
         chosen = []
-    if chosen:
-        _write(graph, finder, chosen, facts, config)
-    _annotate(finder, facts, [n for n, _ in chosen])
+    kept = snapshot.Snapshot(graph)
+    try:
+        if chosen:
+            _write(graph, finder, chosen, facts, config)
+        _annotate(finder, facts, [n for n, _ in chosen])
+    except Exception:
+        kept.restore()
+        raise
     return facts
 
 
@@ -230,14 +239,9 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 def _write(
     graph: fx.Graph, finder: RowFinder, chosen: Numbered, facts: list[StretchFacts], config: OverlapConfig
 ) -> None:
-    """Rewrite the ``chosen`` stretches. If that fails, restore the graph and raise."""
-    kept = snapshot.Snapshot(graph)
-    try:
-        writer = RowWriter(graph, finder.held, config)
-        writer.apply(chosen)
-    except Exception:
-        kept.restore()
-        raise
+    """Rewrite the ``chosen`` stretches, and store their facts in the metadata of the new collectives."""
+    writer = RowWriter(graph, finder.held, config)
+    writer.apply(chosen)
     reduced = {node for _, stretch in chosen for node in stretch.sums}
     made = Counter(
         (number, "all_reduce" if old in reduced else _kind(node)) for node, (number, old) in writer.made.items()

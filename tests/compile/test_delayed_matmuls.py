@@ -23,9 +23,7 @@ MIDDLE = (25_000, 24_999)
 """Numbers of columns of two gradients. Computing either gradient takes longer than the transfers of one small site."""
 
 
-def _lines(
-    gradient: tuple[int, int], read_elsewhere: bool = False, gathered: tuple[int, int] = (512, 512)
-) -> list[str]:
+def _lines(gradient: tuple[int, int], read_elsewhere: bool = False) -> list[str]:
     """The lines of a rewritten graph. The graph computes a gradient, then has a site, then a gather that is no site."""
     with fake_group(2):
         made = HandGraph()

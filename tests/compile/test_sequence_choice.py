@@ -174,6 +174,27 @@ def test_a_rewrite_that_fails_at_the_graph_itself_is_undone(monkeypatch: pytest.
         assert [s.decision.status for s in made.run().sites] == ["overlapped"]
 
 
+def test_a_rewrite_whose_facts_cannot_be_stored_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This step comes after the rewrite of the graph, in which no all-reduce is left."""
+    with fake_group(2):
+        made = stretch(8)
+        before = made.text()
+        monkeypatch.setattr(sequence_parallel, "_annotate", lambda *args: 1 / 0)
+        assert made.divide() == [] and made.text() == before
+        monkeypatch.undo()
+        assert [f.stage for f in made.run().failures] == ["sequence_parallel"]
+
+
+def test_a_failed_search_for_collectives_does_not_fail_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_group(2):
+        made = stretch(8)
+        before = made.text()
+        monkeypatch.setattr(sequence_parallel, "find_collectives", lambda graph: 1 / 0)
+        assert made.divide() == [] and made.text() == before
+        monkeypatch.undo()
+        assert [f.stage for f in made.run().failures] == ["sequence_parallel"]
+
+
 def _report(**fields: Any) -> OverlapReport:
     fn, make = BLOCKS["two dims"]
     with fake_group(2), torch.no_grad():
