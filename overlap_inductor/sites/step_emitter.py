@@ -108,6 +108,17 @@ class StepEmitter:
         part = self.narrow(part, dim, block.outer_start, block.outer_length)
         return self.reshape(part, [*shape[:dim], block.outer_length * block.length, *shape[dim + 1 :]])
 
+    def take_ranks(
+        self, x: fx.Node, dim: int, shifts: Sequence[int], chunk: Size, start: Size, length: Size
+    ) -> fx.Node:
+        """``take`` for each of ``shifts``, copied to one tensor and joined along ``dim``."""
+        return self.call(overlap.take_ranks.default, x, dim, list(shifts), chunk, start, length, self.group_name)
+
+    def parts(self, x: fx.Node, dim: int, count: int) -> list[fx.Node]:
+        """``count`` windows of ``x``, of equal length along ``dim``."""
+        length = tools.shape(x)[dim] // count
+        return [self.window(x, dim, i * length, length) for i in range(count)]
+
     def whole_chunks(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
         """``x`` with zeros for the rows that are missing along ``dim``, whose layout is ``sharded``."""
         if not sharded.short:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from overlap_inductor.inductor.lowerings import register_lowerings
+from overlap_inductor.lowerings.ring import unrolled_bands
 from overlap_inductor.switch.install import install_hooks
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
@@ -45,11 +46,15 @@ def _two_seams(a: torch.Tensor, residual: torch.Tensor, *weights: torch.Tensor) 
     return all_gather(_norm(rows), 0, world()) @ head
 
 
-def _calls(bands: int, world_size: int) -> Counter[str]:
-    """How often the generated code calls each kernel, by the kernel's name."""
+def _lines(bands: int, world_size: int) -> list[str]:
     square = (FEATURES, FEATURES)
     shapes = (world_size * ROWS, FEATURES), (ROWS, FEATURES), square, square, square, square, square
-    lines = lines_of(_two_seams, *shapes, world_size=world_size, rank=1, sub_chunks=bands)
+    return lines_of(_two_seams, *shapes, world_size=world_size, rank=1, sub_chunks=bands)
+
+
+def _calls(bands: int, world_size: int) -> Counter[str]:
+    """How often the generated code calls each kernel, by the kernel's name."""
+    lines = _lines(bands, world_size)
     sends = [line for line in lines if "exchange_send" in line and "'broadcast'" in line]
     assert len(sends) == 2 * bands
     return Counter(re.findall(r"(cpp_fused\w*)\(", "\n".join(lines)))
@@ -66,11 +71,29 @@ def test_bands_share_kernels() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_bands_of_four_ranks_share_kernels() -> None:
-    """The number of kernels does not depend on the number of bands. Four ranks have more kernels than two ranks, for
-    two reasons. After the last wait, one kernel computes the activations of all pieces that are left. And a seam's
-    first band is not computed in place."""
-    few, many = _calls(2, 4), _calls(4, 4)
-    assert len(few) == len(many) == 5, (few, many)
+    """From four bands on, the number of kernels does not depend on the number of bands. Four ranks have more kernels
+    than two ranks, for two reasons. The activation has a kernel for this rank's rows, and one for other ranks' rows.
+    And a seam's first band is not computed in place."""
+    few, many = _calls(4, 4), _calls(8, 4)
+    assert len(few) == len(many) == 6, (few, many)
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_matmul_multiplies_a_band_of_all_other_ranks() -> None:
+    """Each seam has one matmul a band for the three other ranks' rows before the scatter, and one for this rank's own
+    rows. Each matmul behind the gather is called twice a band: for this rank's rows, and for the other ranks' rows."""
+    bands = 4
+    scatters, behind_gathers = 2 * (bands + 1), 3 * 2 * bands
+    calls = [line for line in _lines(bands, 4) if "extern_kernels.mm(" in line]
+    assert len(calls) == scatters + behind_gathers
+
+
+@pytest.mark.usefixtures("alone")
+def test_large_bands_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unrolled_bands, "JOINED_ROWS", ROWS // 4)
+    bands = 4
+    calls = [line for line in _lines(bands, 4) if "extern_kernels.mm(" in line]
+    assert len(calls) == 2 * (3 * bands + 1) + 3 * 4 * bands
 
 
 @pytest.mark.usefixtures("alone")

@@ -74,6 +74,14 @@ def _results(node: fx.Node, arguments: list[tuple[Any, Any]]) -> list[Any]:
         dim, shift, chunk, start, length = others[:5]
         places = [(rank + shift) % len(firsts) * chunk + start for rank in range(len(firsts))]
         return [x.narrow(dim, place, length) for x, place in zip(firsts, places, strict=True)]
+    if name == "take_ranks":
+        dim, shifts, chunk, start, length = others[:5]
+        count = len(firsts)
+        slots = [[(rank + shift) % count for shift in shifts] for rank in range(count)]
+        return [
+            torch.cat([x.narrow(dim, slot * chunk + start, length) for slot in its], dim)
+            for x, its in zip(firsts, slots, strict=True)
+        ]
     if name == "rows_below":
         return [_rows_below(x, (rank + others[1]) % len(firsts), *others) for rank, x in enumerate(firsts)]
     return [node.target(*args, **kwargs) for args, kwargs in arguments]

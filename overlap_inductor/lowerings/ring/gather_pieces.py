@@ -12,6 +12,7 @@ of rank ``r + shift``, or a part of it, these nodes are written::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,8 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
+JOINABLE = ("mm", "addmm")
+"""Kinds of matmuls (``MatmulNode.kind``) that may multiply the rows of several ranks at once."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,31 @@ class Consumer:
         node = matmuls.emit_partial(emit.graph, matmul, lhs, rhs, total)
         annotate_new(emit, node)
         self.totals[band] = node
+
+    def multiply_together(self, operand: fx.Node, shifts: Sequence[int], start: Size, length: Size) -> list[fx.Node]:
+        """Like ``multiply`` for one sub-chunk of the shard of each rank ``r + shift``, with one matmul. Call this only
+        if ``joins``.
+
+        Args:
+            operand: the sub-chunks' rows, one rank after the other.
+
+        Returns:
+            the parts of the product, one for each of ``shifts``: windows.
+        """
+        consumer, emit = self.consumer, self.emit
+        block, _, _ = self.block(start, length)
+        where = (consumer.sharded.chunk, block.start, block.length)
+        slicers: dict[str, matmuls.Slicer] = {"M": lambda x, dim: emit.take_ranks(x, dim, shifts, *where)}
+        product = matmuls.emit(emit.graph, consumer.matmul, operand, consumer.other_node, slicers)
+        annotate_new(emit, product)
+        return emit.parts(product, consumer.matmul.output_dim("M"), len(shifts))
+
+    @property
+    def joins(self) -> bool:
+        """Whether one matmul may multiply a sub-chunk of several ranks' shards."""
+        consumer = self.consumer
+        plain = consumer.matmul.kind in JOINABLE and consumer.operand == "lhs" and consumer.role == "M"
+        return plain and not consumer.sharded.short and same_size(consumer.sharded.outer, 1)
 
     def _whole(self, x: fx.Node, dim: int) -> fx.Node:
         """``x`` with zeros for the rows that the last shards lack. ``dim``: the dim of ``x`` that corresponds
@@ -191,6 +219,10 @@ class EpiloguePieces:
         self.newest = [done[n] for n in self.pieces if n not in self.base]
         for node, pieces in self.pieces.items():
             pieces.append(replace(next(iter(newest.values())), node=done[node]))
+
+    def returns(self, consumer: Consumer) -> bool:
+        """Whether the product of ``consumer`` is an output of the epilogue itself."""
+        return consumer.consumer.matmul.node in self.pieces
 
     def _row(self, node: fx.Node) -> fx.Node:
         if not tools.is_tensor(node) or len(tools.shape(node)) < 2:

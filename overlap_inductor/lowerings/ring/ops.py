@@ -283,6 +283,29 @@ define(
 )
 
 
+def _take_ranks(
+    x: torch.Tensor, dim: int, shifts: Sequence[int], chunk: int, start: int, length: int, group_name: str
+) -> torch.Tensor:
+    group = resolve_group(group_name)
+    slots = [(group.rank() + shift) % group.size() for shift in shifts]
+    return torch.cat([x.narrow(dim, slot * chunk + start, length) for slot in slots], dim)
+
+
+def _take_ranks_fake(
+    x: torch.Tensor, dim: int, shifts: Sequence[int], chunk: int, start: int, length: int, group_name: str
+) -> torch.Tensor:
+    return x.new_empty([*x.shape[:dim], len(shifts) * length, *x.shape[dim + 1 :]])
+
+
+# ``take`` for each of ``shifts``, copied and joined along ``dim``.
+define(
+    "take_ranks(Tensor x, int dim, int[] shifts, SymInt chunk, SymInt start, SymInt length, str group_name) -> Tensor",
+    _take_ranks,
+    _take_ranks_fake,
+    FLEXIBLE,
+)
+
+
 def _rows_below(
     x: torch.Tensor, dim: int, shift: int, chunk: int, start: int, size: int, group_name: str
 ) -> torch.Tensor:

@@ -8,6 +8,8 @@ A slice is the part of the input that goes to one rank, a piece of such a part, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -50,6 +52,18 @@ class Slices:
         if rows is not None:
             cuts[0] = lambda x, dim: self.emit.narrow(x, dim, *rows)
         return self._compute(cuts)
+
+    def of_ranks(self, shifts: Sequence[int], block: Block) -> list[fx.Node]:
+        """``of_rank`` for each of ``shifts``. Each matmul computes all of them at once, from a copy of its operand's
+        rows. The matmuls are ``mm`` or ``addmm``, their rows are scattered, and ``sharded.outer`` is 1."""
+        chunk = self.nodes.sharded.chunk
+
+        def rows(x: fx.Node, dim: int) -> fx.Node:
+            copied = self.emit.take_ranks(x, dim, shifts, chunk, block.start, block.length)
+            # Without this edge Inductor may make the copies for all matmuls before the first send.
+            return copied if self.after is None else self.emit.call(overlap.after.default, copied, self.after)
+
+        return self.emit.parts(self._compute({0: rows}), 0, len(shifts))
 
     def rows(self, start: Size, length: Size) -> fx.Node:
         return self._compute({self.nodes.sharded.dim: lambda x, dim: self.emit.narrow(x, dim, start, length)})

@@ -19,6 +19,8 @@ the shard of rank ``r + step + 1``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -26,6 +28,7 @@ from overlap_inductor.lowerings.ring.gather_cuts import can_cut
 from overlap_inductor.lowerings.ring.gather_cuts import leading_atom
 from overlap_inductor.lowerings.ring.gather_pieces import Consumer
 from overlap_inductor.lowerings.ring.gather_pieces import EpiloguePieces
+from overlap_inductor.lowerings.ring.gather_pieces import Piece
 from overlap_inductor.lowerings.ring.gather_pieces import evaluate
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import row_pieces
@@ -82,6 +85,51 @@ class Steps:
                 operand = emit.convert(operand, self.order, target.consumer.layout.without_rank(), sizes)
             target.multiply(operand, shift, part, start, length)
         self.epilogue.compute()
+
+    def rows_of(self, part: int) -> Size:
+        """The rows of sub-chunk ``part`` in the first matmul."""
+        axis = self.consumers[0].axis
+        return self.cuts[part][1] * (axis[2] if axis is not None else 1)
+
+    @property
+    def joins(self) -> bool:
+        """Whether ``multiply_together`` may be called."""
+        return not self.nodes.layouts and all(consumer.joins for consumer in self.consumers)
+
+    def multiply_together(self, gathered: fx.Node, shifts: Sequence[int], part: int) -> list[fx.Node]:
+        """Like ``multiply`` for sub-chunk ``part`` of the shard of each rank ``r + shift``. The sub-chunks are copied
+        to one tensor, and each consumer multiplies this tensor with one matmul.
+
+        Returns:
+            what was computed. The caller must pass it to the next wait for ``gathered``, which then runs after these
+            matmuls. Without this order, Inductor may run the matmuls after all waits, because only the copy reads
+            ``gathered``.
+        """
+        emit, lead = self.emit, self.lead
+        assert lead is not None
+        start, length = self.cuts[part]
+        rows = emit.reshape(gathered, [emit.world_size * self.size, self.rest])
+        raw = emit.take_ranks(rows, 0, shifts, self.size, start, length)
+        done: dict[fx.Node, fx.Node] = {}
+        sizes = {id(lead): len(shifts) * length}
+        computed: list[fx.Node] = []
+        parts = []
+        for target in self.consumers:
+            operand = evaluate(emit, self.nodes, target.consumer.operand_node, raw, done)
+            operand = emit.convert(operand, self.order, target.consumer.layout.without_rank(), sizes)
+            found = target.multiply_together(operand, shifts, start, length)
+            if target.consumer.matmul.node not in self.epilogue.base or self.epilogue.returns(target):
+                # Each part is copied to its place in the assembled output before the next band is multiplied. So the
+                # product's memory is free for the next band.
+                found = [emit.call(overlap.packed.default, piece) for piece in found]
+                computed += found
+            parts.append(found)
+        for index, shift in enumerate(shifts):
+            for target, found in zip(self.consumers, parts, strict=True):
+                target.pieces.append(Piece(found[index], shift, target.block(start, length)[0], 0))
+            self.epilogue.compute()
+            computed += self.epilogue.newest
+        return computed
 
     def finish(self) -> dict[fx.Node, fx.Node]:
         base = self.epilogue.base
