@@ -183,7 +183,7 @@ def _after_computed(op: Any, args: tuple[Any, ...], plain: int) -> Any:
         kernel = kernel.inputs[0]
     for piece in computed:
         piece.realize()
-        V.graph.additional_buffer_deps[kernel.get_operation_name()].add(piece.get_name())
+        V.graph.additional_buffer_deps[kernel.get_operation_name()].add(_remaining(piece.get_name()))
     return token
 
 

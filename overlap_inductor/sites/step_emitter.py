@@ -114,11 +114,6 @@ class StepEmitter:
         """``take`` for each of ``shifts``, copied to one tensor and joined along ``dim``."""
         return self.call(overlap.take_ranks.default, x, dim, list(shifts), chunk, start, length, self.group_name)
 
-    def parts(self, x: fx.Node, dim: int, count: int) -> list[fx.Node]:
-        """``count`` windows of ``x``, of equal length along ``dim``."""
-        length = tools.shape(x)[dim] // count
-        return [self.window(x, dim, i * length, length) for i in range(count)]
-
     def whole_chunks(self, x: fx.Node, dim: int, sharded: ShardedDim) -> fx.Node:
         """``x`` with zeros for the rows that are missing along ``dim``, whose layout is ``sharded``."""
         if not sharded.short:

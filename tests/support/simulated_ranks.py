@@ -82,6 +82,13 @@ def _results(node: fx.Node, arguments: list[tuple[Any, Any]]) -> list[Any]:
             torch.cat([x.narrow(dim, slot * chunk + start, length) for slot in its], dim)
             for x, its in zip(firsts, slots, strict=True)
         ]
+    if name == "place_ranks":
+        part, dim, shifts, chunk, start, length = arguments[0][0][1:7]
+        for rank, (given, _) in enumerate(arguments):
+            for index, shift in enumerate(shifts):
+                place = given[0].narrow(dim, (rank + shift) % len(firsts) * chunk + start, length)
+                place.copy_(given[1].narrow(dim, index * length, length))
+        return [x.new_empty(1) for x in firsts]
     if name == "rows_below":
         return [_rows_below(x, (rank + others[1]) % len(firsts), *others) for rank, x in enumerate(firsts)]
     return [node.target(*args, **kwargs) for args, kwargs in arguments]

@@ -40,11 +40,12 @@ JOINABLE = ("mm", "addmm")
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a consumer's output, from the shard of rank ``r + shift``. Its place: ``block`` along the gathered dim,
-    ``cross_start`` along the crossing dim (``Consumer``)."""
+    """A part of a consumer's output, from the shards of the ranks ``r + shift`` for each of ``shifts``, one after the
+    other. Its place in each shard: ``block`` along the gathered dim, ``cross_start`` along the crossing dim
+    (``Consumer``)."""
 
     node: fx.Node
-    shift: int
+    shifts: tuple[int, ...]
     block: Block
     cross_start: Size
 
@@ -100,7 +101,7 @@ class Consumer:
         if role != "K":
             piece = matmuls.emit(emit.graph, matmul, lhs, rhs, slicers)
             annotate_new(emit, piece)
-            self.pieces.append(Piece(piece, shift, block, cross_start))
+            self.pieces.append(Piece(piece, (shift,), block, cross_start))
             return
         # Without a crossing dim, ``totals[-1]`` adds up all pieces. With a crossing dim, ``totals[part]`` adds up
         # sub-chunk ``part`` of every shard. If the own shard comes as a whole, its product is ``totals[-1]``. Then
@@ -114,7 +115,7 @@ class Consumer:
         annotate_new(emit, node)
         self.totals[band] = node
 
-    def multiply_together(self, operand: fx.Node, shifts: Sequence[int], start: Size, length: Size) -> list[fx.Node]:
+    def multiply_together(self, operand: fx.Node, shifts: Sequence[int], start: Size, length: Size) -> fx.Node:
         """Like ``multiply`` for one sub-chunk of the shard of each rank ``r + shift``, with one matmul. Call this only
         if ``joins``.
 
@@ -122,22 +123,49 @@ class Consumer:
             operand: the sub-chunks' rows, one rank after the other.
 
         Returns:
-            the parts of the product, one for each of ``shifts``: windows.
+            the product. If K is gathered: the sum so far.
         """
         consumer, emit = self.consumer, self.emit
-        block, _, _ = self.block(start, length)
-        where = (consumer.sharded.chunk, block.start, block.length)
-        slicers: dict[str, matmuls.Slicer] = {"M": lambda x, dim: emit.take_ranks(x, dim, shifts, *where)}
-        product = matmuls.emit(emit.graph, consumer.matmul, operand, consumer.other_node, slicers)
-        annotate_new(emit, product)
-        return emit.parts(product, consumer.matmul.output_dim("M"), len(shifts))
+        matmul, other, block = consumer.matmul, consumer.other_node, self.block(start, length)[0]
+
+        def rows(x: fx.Node, dim: int) -> fx.Node:
+            return emit.take_ranks(x, dim, shifts, consumer.sharded.chunk, block.start, block.length)
+
+        if consumer.role == "K":
+            along: Any = matmul.operand_dim("rhs" if consumer.operand == "lhs" else "lhs", "K")
+            lhs, rhs = (operand, rows(other, along)) if consumer.operand == "lhs" else (rows(other, along), operand)
+            node = matmuls.emit_partial(emit.graph, matmul, lhs, rhs, self.totals.get(-1))
+            self.totals[-1] = node
+        else:
+            node = matmuls.emit(emit.graph, matmul, operand, other, {"M": rows})
+            self.pieces.append(Piece(node, tuple(shifts), block, 0))
+        annotate_new(emit, node)
+        return node
 
     @property
     def joins(self) -> bool:
         """Whether one matmul may multiply a sub-chunk of several ranks' shards."""
-        consumer = self.consumer
-        plain = consumer.matmul.kind in JOINABLE and consumer.operand == "lhs" and consumer.role == "M"
-        return plain and not consumer.sharded.short and same_size(consumer.sharded.outer, 1)
+        consumer, sharded = self.consumer, self.consumer.sharded
+        rows = self.axis is not None and self.axis[0] == "chunk" and same_size(sharded.outer, 1) and not sharded.short
+        role = consumer.role == "K" or (consumer.role == "M" and consumer.operand == "lhs")
+        return rows and role and consumer.matmul.kind in JOINABLE
+
+    def place(self, whole: fx.Node | None, piece: Piece) -> tuple[fx.Node, fx.Node]:
+        """Copy a piece of an output of the matmul or of its epilogue to its places in the output. Call this only if
+        ``joins``.
+
+        Args:
+            whole: the output; ``None`` before its first piece.
+
+        Returns:
+            ``(the output, a token of the copy)``.
+        """
+        emit, chunk, like = self.emit, self.consumer.sharded.chunk, tools.value(piece.node)
+        if whole is None:
+            shape = [emit.world_size * chunk, *tools.shape(piece.node)[1:]]
+            whole = emit.call(aten.empty.memory_format, shape, dtype=like.dtype, device=like.device)
+        where = (chunk, piece.block.start, piece.block.length, emit.group_name)
+        return whole, emit.call(overlap.place_ranks.default, whole, piece.node, 0, list(piece.shifts), *where)
 
     def _whole(self, x: fx.Node, dim: int) -> fx.Node:
         """``x`` with zeros for the rows that the last shards lack. ``dim``: the dim of ``x`` that corresponds
@@ -150,7 +178,8 @@ class Consumer:
         return self._sum() if self.consumer.role == "K" else self.assemble(self.pieces)
 
     def assemble(self, pieces: list[Piece]) -> fx.Node:
-        """Join pieces of an output of the matmul or of its epilogue, to the shape of the matmul's output."""
+        """Join pieces of an output of the matmul or of its epilogue, to the shape of the matmul's output. Each piece is
+        from one rank's shard."""
         matmul, emit = self.consumer.matmul, self.emit
         out_dim = matmul.output_dim(self.consumer.role)
         sharded = self.consumer.sharded
@@ -159,7 +188,8 @@ class Consumer:
         flat = isinstance(sharded.outer, int) and sharded.outer == 1
         split = [*shape[:out_dim], *([full] if flat else [sharded.outer, full]), *shape[out_dim + 1 :]]
         dim = out_dim if flat else out_dim + 1
-        nodes, shifts, starts = [], [], []
+        nodes, starts = [], []
+        shifts: list[int] = []
         for part in pieces:
             piece, block = part.node, part.block
             start: list[Size] = [0] * len(split)
@@ -173,7 +203,7 @@ class Consumer:
                 crossing = matmul.output_dim(role)
                 start[crossing + (1 if not flat and crossing > out_dim else 0)] = part.cross_start
             nodes.append(piece)
-            shifts.append(part.shift)
+            shifts += part.shifts
             starts += start
         out = emit.call(overlap.assemble.default, nodes, split, dim, sharded.chunk, shifts, starts, emit.group_name)
         if sharded.short:
@@ -198,6 +228,13 @@ class Consumer:
         return total
 
 
+def together(world_size: int, rows: Size, joined_rows: int) -> list[list[int]]:
+    """The distances 1 .. ``world_size - 1`` of the other ranks, in groups. Each rank has ``rows`` rows. A group has the
+    fewest ranks that together have ``joined_rows`` rows. If ``rows`` is dynamic, it has one rank."""
+    count = -(-joined_rows // max(rows, 1)) if isinstance(rows, int) else 1
+    return [list(range(first, min(first + count, world_size))) for first in range(1, world_size, count)]
+
+
 class EpiloguePieces:
     """Computes the epilogue on the newest piece of each matmul, and joins the pieces of each output."""
 
@@ -220,22 +257,20 @@ class EpiloguePieces:
         for node, pieces in self.pieces.items():
             pieces.append(replace(next(iter(newest.values())), node=done[node]))
 
-    def returns(self, consumer: Consumer) -> bool:
-        """Whether the product of ``consumer`` is an output of the epilogue itself."""
-        return consumer.consumer.matmul.node in self.pieces
-
     def _row(self, node: fx.Node) -> fx.Node:
         if not tools.is_tensor(node) or len(tools.shape(node)) < 2:
             return node
         return self.emit.reshape(node, tools.shape(node)[-1:])
 
+    def like(self, node: fx.Node) -> Consumer:
+        """A matmul whose result has the width of output ``node``. The output's pieces are joined like the matmul's."""
+        width = tools.shape(node)[-1]
+        return next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
+
     def finish(self) -> dict[fx.Node, fx.Node]:
         results = {}
         for node, pieces in self.pieces.items():
-            # The pieces are joined like those of a matmul whose result has the output's width.
-            width = tools.shape(node)[-1]
-            consumer = next(c for n, c in self.base.items() if same_size(tools.shape(n)[-1], width))
-            whole = consumer.assemble(pieces)
+            whole = self.like(node).assemble(pieces)
             for last in self.newest:
                 # A piece lies in the memory of its assembled output, which may be freed after that output's last
                 # reader. But the piece may also be read for another output. So readers of an assembled output wait for

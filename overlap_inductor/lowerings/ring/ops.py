@@ -157,6 +157,7 @@ def _exchange_send(
     route: str,
     group_name: str,
     site: str,
+    further: Sequence[int] = (),
 ) -> torch.Tensor:
     started = chain.new_empty(1)
     if bounds[-1] == 0:
@@ -167,15 +168,18 @@ def _exchange_send(
         exchange.piece(group.rank(), hop).copy_(piece.reshape(-1))
         exchange.post(hop)
     else:
-        exchange.post(hop, piece.view(-1))
+        hops = [hop, *further]
+        for number, part in zip(hops, piece.view(len(hops), -1), strict=True):
+            exchange.post(number, part)
     return started
 
 
-# Starts hop ``hop``, which sends ``piece``. Op ``after`` orders the next matmul after the returned token. Without this
-# order, Inductor may run every matmul before the first send.
+# Starts hop ``hop``, which sends ``piece``. If there are ``further`` hops, ``piece`` holds one part for each hop: first
+# for ``hop``, then for ``further`` in their order. Op ``after`` orders the next matmul after the returned token.
+# Without this order, Inductor may run every matmul before the first send.
 define(
     "exchange_send(Tensor(a!) chain, Tensor(b!) buffer, Tensor piece, SymInt[] bounds, int hop, str route, "
-    "str group_name, str site) -> Tensor",
+    "str group_name, str site, int[] further=[]) -> Tensor",
     _exchange_send,
     _token_fake,
 )
@@ -303,6 +307,32 @@ define(
     _take_ranks,
     _take_ranks_fake,
     FLEXIBLE,
+)
+
+
+def _place_ranks(
+    whole: torch.Tensor,
+    part: torch.Tensor,
+    dim: int,
+    shifts: Sequence[int],
+    chunk: int,
+    start: int,
+    length: int,
+    group_name: str,
+) -> torch.Tensor:
+    group = resolve_group(group_name)
+    for index, shift in enumerate(shifts):
+        slot = (group.rank() + shift) % group.size()
+        whole.narrow(dim, slot * chunk + start, length).copy_(part.narrow(dim, index * length, length))
+    return whole.new_empty(1)
+
+
+# The inverse of ``take_ranks``: copies ``part`` to the places in ``whole`` from which ``take_ranks`` would read it.
+define(
+    "place_ranks(Tensor(a!) whole, Tensor part, int dim, int[] shifts, SymInt chunk, SymInt start, SymInt length, "
+    "str group_name) -> Tensor",
+    _place_ranks,
+    lambda whole, *others: whole.new_empty(1),
 )
 
 

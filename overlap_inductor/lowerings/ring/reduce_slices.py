@@ -53,9 +53,10 @@ class Slices:
             cuts[0] = lambda x, dim: self.emit.narrow(x, dim, *rows)
         return self._compute(cuts)
 
-    def of_ranks(self, shifts: Sequence[int], block: Block) -> list[fx.Node]:
-        """``of_rank`` for each of ``shifts``. Each matmul computes all of them at once, from a copy of its operand's
-        rows. The matmuls are ``mm`` or ``addmm``, their rows are scattered, and ``sharded.outer`` is 1."""
+    def of_ranks(self, shifts: Sequence[int], block: Block) -> fx.Node:
+        """``of_rank`` for each of ``shifts``, one after the other. Each matmul computes all of them at once, from a
+        copy of its operand's rows. The matmuls are ``mm`` or ``addmm``, their rows are scattered, and
+        ``sharded.outer`` is 1."""
         chunk = self.nodes.sharded.chunk
 
         def rows(x: fx.Node, dim: int) -> fx.Node:
@@ -63,7 +64,7 @@ class Slices:
             # Without this edge Inductor may make the copies for all matmuls before the first send.
             return copied if self.after is None else self.emit.call(overlap.after.default, copied, self.after)
 
-        return self.emit.parts(self._compute({0: rows}), 0, len(shifts))
+        return self._compute({0: rows})
 
     def rows(self, start: Size, length: Size) -> fx.Node:
         return self._compute({self.nodes.sharded.dim: lambda x, dim: self.emit.narrow(x, dim, start, length)})

@@ -114,7 +114,7 @@ def rewrite_received(emit: StepEmitter, nodes: ReceivedNodes, parts: int) -> tup
     emit.call(overlap.exchange_keep.default, buffer, own, emit.group_name)
     steps.multiply(buffer, 0, None)
     for hop in range(hops):
-        computed = [steps.epilogue.newest] if steps.epilogue.newest else []
+        computed = [steps.newest] if steps.newest else []
         emit.communicate(
             overlap.exchange_wait.default, emit.chain, buffer, [sent[hop]], bounds, [hop], *where, *computed
         )

@@ -28,8 +28,8 @@ from overlap_inductor.lowerings.ring.gather_cuts import can_cut
 from overlap_inductor.lowerings.ring.gather_cuts import leading_atom
 from overlap_inductor.lowerings.ring.gather_pieces import Consumer
 from overlap_inductor.lowerings.ring.gather_pieces import EpiloguePieces
-from overlap_inductor.lowerings.ring.gather_pieces import Piece
 from overlap_inductor.lowerings.ring.gather_pieces import evaluate
+from overlap_inductor.lowerings.ring.gather_pieces import together
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import row_pieces
 from overlap_inductor.sites.gather_nodes import GatherNodes
@@ -49,12 +49,18 @@ class Steps:
 
     Args:
         parts: number of sub-chunks of a shard; 1 is used if ``can_cut`` forbids cuts.
+        joined_rows: at least this many rows are multiplied by one matmul (``together``), if the site allows it.
 
     Attributes:
         bounds: offsets in a shard, in elements: where each sub-chunk begins, and where the last one ends.
+        groups: the distances of the other ranks. One matmul multiplies a sub-chunk of all ranks of a group.
+        joined: whether a group has several ranks.
+        newest: what the last ``multiply`` or ``multiply_together`` computed last. The caller passes it to the next wait
+            for ``gathered``, which then runs after these matmuls. Without this order, Inductor may run joined matmuls
+            after all waits, because only a copy of their operand reads ``gathered``.
     """
 
-    def __init__(self, emit: StepEmitter, nodes: GatherNodes, parts: int) -> None:
+    def __init__(self, emit: StepEmitter, nodes: GatherNodes, parts: int, joined_rows: int = 1) -> None:
         self.emit, self.nodes, self.lead = emit, nodes, leading_atom(nodes)
         self.size: Size = self.lead.size if self.lead is not None else 1
         self.parts = part_count(self.size, parts) if can_cut(nodes) else 1
@@ -63,6 +69,12 @@ class Steps:
         self.bounds = [start * self.rest for start, _ in self.cuts] + [self.size * self.rest]
         self.consumers = [Consumer(emit, c, self.lead if self.parts > 1 else None) for c in nodes.consumers]
         self.epilogue = EpiloguePieces(emit, nodes.epilogue, self.consumers)
+        joins = not nodes.layouts and all(consumer.joins for consumer in self.consumers)
+        rows = nodes.consumers[0].sharded.chunk // self.parts
+        self.groups = together(emit.world_size, rows, joined_rows if joins else 1)
+        self.joined = len(self.groups) < emit.world_size - 1
+        self.placed: dict[fx.Node, fx.Node] = {}
+        self.newest: list[fx.Node] = []
         atoms = tuple(nodes.raw.without_rank().flat())
         self.order = Layout((atoms[:1], atoms[1:])) if atoms else nodes.raw.without_rank()
 
@@ -84,27 +96,11 @@ class Steps:
                 operand = evaluate(emit, nodes, target.consumer.operand_node, raw, done)
                 operand = emit.convert(operand, self.order, target.consumer.layout.without_rank(), sizes)
             target.multiply(operand, shift, part, start, length)
-        self.epilogue.compute()
+        self._finish_pieces()
 
-    def rows_of(self, part: int) -> Size:
-        """The rows of sub-chunk ``part`` in the first matmul."""
-        axis = self.consumers[0].axis
-        return self.cuts[part][1] * (axis[2] if axis is not None else 1)
-
-    @property
-    def joins(self) -> bool:
-        """Whether ``multiply_together`` may be called."""
-        return not self.nodes.layouts and all(consumer.joins for consumer in self.consumers)
-
-    def multiply_together(self, gathered: fx.Node, shifts: Sequence[int], part: int) -> list[fx.Node]:
+    def multiply_together(self, gathered: fx.Node, shifts: Sequence[int], part: int) -> None:
         """Like ``multiply`` for sub-chunk ``part`` of the shard of each rank ``r + shift``. The sub-chunks are copied
-        to one tensor, and each consumer multiplies this tensor with one matmul.
-
-        Returns:
-            what was computed. The caller must pass it to the next wait for ``gathered``, which then runs after these
-            matmuls. Without this order, Inductor may run the matmuls after all waits, because only the copy reads
-            ``gathered``.
-        """
+        to one tensor, and each consumer multiplies this tensor with one matmul. Call this only if ``joined``."""
         emit, lead = self.emit, self.lead
         assert lead is not None
         start, length = self.cuts[part]
@@ -112,28 +108,36 @@ class Steps:
         raw = emit.take_ranks(rows, 0, shifts, self.size, start, length)
         done: dict[fx.Node, fx.Node] = {}
         sizes = {id(lead): len(shifts) * length}
-        computed: list[fx.Node] = []
-        parts = []
+        sums = []
         for target in self.consumers:
             operand = evaluate(emit, self.nodes, target.consumer.operand_node, raw, done)
             operand = emit.convert(operand, self.order, target.consumer.layout.without_rank(), sizes)
-            found = target.multiply_together(operand, shifts, start, length)
-            if target.consumer.matmul.node not in self.epilogue.base or self.epilogue.returns(target):
-                # Each part is copied to its place in the assembled output before the next band is multiplied. So the
-                # product's memory is free for the next band.
-                found = [emit.call(overlap.packed.default, piece) for piece in found]
-                computed += found
-            parts.append(found)
-        for index, shift in enumerate(shifts):
-            for target, found in zip(self.consumers, parts, strict=True):
-                target.pieces.append(Piece(found[index], shift, target.block(start, length)[0], 0))
-            self.epilogue.compute()
-            computed += self.epilogue.newest
-        return computed
+            node = target.multiply_together(operand, shifts, start, length)
+            sums += [node] if target.consumer.role == "K" else []
+        self._finish_pieces()
+        self.newest += sums
+
+    def _finish_pieces(self) -> None:
+        """Compute the epilogue on the newest pieces. If ``joined``, copy the newest pieces of all outputs to their
+        places now. So their memory is free before the next band is multiplied."""
+        self.epilogue.compute()
+        self.newest = list(self.epilogue.newest)
+        if not self.joined:
+            return
+        self.newest = []
+        base = self.epilogue.base
+        outputs = {n: (c, c.pieces) for c in self.consumers if c.pieces and (n := c.consumer.matmul.node) not in base}
+        outputs |= {n: (self.epilogue.like(n), pieces) for n, pieces in self.epilogue.pieces.items()}
+        for node, (consumer, pieces) in outputs.items():
+            self.placed[node], token = consumer.place(self.placed.get(node), pieces[-1])
+            self.newest.append(token)
 
     def finish(self) -> dict[fx.Node, fx.Node]:
         base = self.epilogue.base
-        whole = {t.consumer.matmul.node: t.finish() for t in self.consumers if t.consumer.matmul.node not in base}
+        rest = [t for t in self.consumers if (n := t.consumer.matmul.node) not in base and n not in self.placed]
+        whole = {t.consumer.matmul.node: t.finish() for t in rest}
+        if self.joined:
+            return whole | {n: self.emit.reshape(x, tools.shape(n)) for n, x in self.placed.items()}
         return {**whole, **self.epilogue.finish()}
 
 
@@ -149,7 +153,7 @@ def rewrite(emit: StepEmitter, nodes: GatherNodes, parts: int, route: str) -> tu
     for index, shifts in enumerate(routes.distances(route, emit.world_size)):
         for part in range(steps.parts):
             hop = index * steps.parts + part
-            computed = [steps.epilogue.newest] if steps.epilogue.newest else []
+            computed = [steps.newest] if steps.newest else []
             emit.communicate(overlap.gather_step.default, emit.chain, gathered, steps.bounds, hop, *where, *computed)
             for shift in shifts:
                 steps.multiply(gathered, shift, part if steps.parts > 1 else None)
