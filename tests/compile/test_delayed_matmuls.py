@@ -86,7 +86,7 @@ def test_a_gradient_runs_under_a_scatter_in_bands(world_size: int) -> None:
         for op in ("exchange_send", "exchange_wait")
     )
     gradient, ordered = _place(lines, "[64, 2000] = aten.mm"), _place(lines, "[64, 2000] = overlap_inductor.after")
-    assert len(sends) == 2 * (world_size - 1) and len(waits) == 2
+    assert len(sends) == len(waits) == 2, "with 4 ranks, one op sends a band to all other ranks"
     assert sends[-1] < gradient < ordered < waits[0]
     name = lines[ordered].split(":")[0]
     assert [re.search(rf"\b{name}\b", lines[wait]) is not None for wait in waits] == [True, False]
