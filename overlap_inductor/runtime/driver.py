@@ -150,8 +150,9 @@ def capture_number(stream: int) -> int:
 
 @contextlib.contextmanager
 def beside_captures(device: torch.device) -> Iterator[None]:
-    """In this context, this thread may query events of ``device`` while another thread captures a graph without these
-    events. Outside this context, such a query ends a capture in mode ``global``, torch's default. Raises
+    """In this context, this thread may query events of ``device`` while another thread captures a graph, if the capture
+    did not record these events. Outside this context, such a query makes a capture in mode ``global`` fail. This mode
+    is torch's default. Raises
     ``RuntimeError`` if the driver refuses."""
     exchange = _function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
     mode = ctypes.c_int(THREAD_LOCAL)

@@ -30,8 +30,9 @@ CALLS = 3
 @dataclass(frozen=True)
 class Case:
     """``CALLS`` calls in one part (slot) of the workspace. Each call has one band and one piece more than the call
-    before. If ``parts`` is 0, the first call has one band per rank in each shard, and the second call has one band.
-    Sites with different numbers of bands may share a slot, so a slot's flags must serve calls with any number of bands.
+    before. ``parts`` 0 stands for as many bands in a shard as there are ranks. So the calls of such a case have W bands
+    (the number of ranks), 1 band and 2 bands in a shard. Sites with different numbers of bands may share a slot, so a
+    slot's flags must serve calls with any number of bands.
 
     Attributes:
         rows: rows of a shard.
@@ -86,7 +87,7 @@ CASES = {
     "gather along K, three ranks, bias, in rows, kept": Case(
         "all_gather_matmul", 3, 40, 24, 40, blocks=2, pieces=3, slices=2, bias=True, in_rows=True, keep=True
     ),
-    "gather along K, more slices than columns, one block": Case("all_gather_matmul", 2, 16, 16, 24, slices=4),
+    "gather along K, more slices than blocks of K, one block": Case("all_gather_matmul", 2, 16, 16, 24, slices=4),
     "scatter, one block": Case("matmul_reduce_scatter", 2, 32, 32, 32),
     "scatter, three ranks, bands": Case("matmul_reduce_scatter", 3, 48, 24, 32, parts=2, blocks=2),
     "scatter, no multiples of a tile, average": Case(

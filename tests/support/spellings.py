@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways in which frameworks spell a matmul beside a collective: functions, with inputs for any number of ranks.
 
-Each spelling has a letter, which tests and golden files name. K and L are in ``exchange_spellings``. O is a case of
-``ring_cases``. The diagrams show nodes of Inductor's post-grad graph. ``gather``, ``scatter`` and ``reduce`` are the
-collectives ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``all_reduce``. ``[view]`` is an optional reshape.
-``W`` is the number of ranks.
+Each spelling has a letter, which tests and golden files name. K and L are in ``exchange_spellings``. O is the case
+``dgrad and wgrad on one gather`` of ``ring_cases``. The diagrams show nodes of Inductor's post-grad graph. ``gather``,
+``scatter`` and ``reduce`` are the collectives ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``all_reduce``.
+``[view]`` is an optional reshape. ``W`` is the number of ranks.
 
 A. Gather on dim 0, if tokens are the first dim. ::
 
@@ -256,7 +256,7 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
         (batch_of_one, weight),
         (SCATTER, 0, ["mm M"]),
     ),
-    "H average": (lambda x, w: reduce_scatter(x @ w, "avg", 0, world()), (x2, weight), (SCATTER, 0, ["mm M"])),
+    "G average": (lambda x, w: reduce_scatter(x @ w, "avg", 0, world()), (x2, weight), (SCATTER, 0, ["mm M"])),
     "I": (scattered_and_saved, (x2, weight), (SCATTER, 0, ["mm M"])),
     "J": (lambda x, w: all_reduce(x @ w, "sum", world()), (x2, weight), (REDUCE, None, ["mm M"])),
     "J of three dims": (lambda x, w: all_reduce(x @ w, "sum", world()), (x3, weight), (REDUCE, None, ["mm M"])),
@@ -275,12 +275,12 @@ SPELLINGS: dict[str, tuple[Function, tuple[Make, ...], tuple[str, int | None, li
         (x2, weight, bias),
         (REDUCE, None, ["mm M"]),
     ),
-    "M as a product of symbols, gather": (
+    "M sizes are products of symbols, gather": (
         lambda x, w: all_gather(x, 1, world()) @ w,
         (lambda ranks=2: dynamic(x3(ranks), 0, 1), weight),
         (GATHER, 1, ["mm M"]),
     ),
-    "M as a product of symbols, all-reduce": (
+    "M sizes are products of symbols, all-reduce": (
         lambda x, w: all_reduce(x @ w, "sum", world()),
         (lambda ranks=2: dynamic(x3(ranks), 0, 1), weight),
         (REDUCE, None, ["mm M"]),

@@ -36,7 +36,8 @@ class Received(NamedTuple):
     Attributes:
         name: one of ``parameters.GATHERS``, or ``contraction`` if the matmul contracts the exchanged dim.
         a: what is sent: ``own`` in an all-gather, a shard for each rank in an all-to-all (``[world_size * rows, K]``).
-        own: the shard ``[rows, K]`` that this rank multiplies itself.
+        own: the shard ``[rows, K]`` that this rank multiplies without a transfer: ``a`` in an all-gather, this rank's
+            own part of ``a`` in an all-to-all.
         rhs, biases, results: for each weight the right operand, ``[N]`` or ``None``, and the tensor to write.
         keep: True if the kernel does not end the call. Then the tensor that function ``gathered`` returns may be read
             on the same stream until ``lowerings.fused.calls.end`` is called.
@@ -136,7 +137,7 @@ def gathered(own: torch.Tensor, launch: Launch) -> torch.Tensor:
 
 
 def own_shard(pattern: str, a: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """The shard ``[rows, K]`` of ``a`` (what is sent) that this rank multiplies itself, as a view. Raises
+    """The shard ``[rows, K]`` of ``a`` (what is sent) that this rank multiplies without a transfer, as a view. Raises
     ``UnsupportedError`` if the shards of an all-to-all are not equal."""
     if pattern != "all_to_all_matmul":
         return a

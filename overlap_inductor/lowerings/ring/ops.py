@@ -386,7 +386,8 @@ def _after(piece: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return piece.clone()
 
 
-# Makes the kernel of ``piece`` run after the op that returned ``token``. The lowering returns ``piece`` itself.
+# Makes the kernel that computes ``piece`` run after the op that returned ``token``. The lowering adds this edge, and
+# returns ``piece`` itself, written to memory.
 define("after(Tensor piece, Tensor token) -> Tensor", _after, lambda piece, token: torch.empty_like(piece), FLEXIBLE)
 
 
