@@ -31,8 +31,8 @@ picture."""
 INTRODUCTION = """\
 # Stored rows of `bench.operators`
 
-`python -m bench.report` makes this page. Each heading names the machine, the layer's shape, the dtype and the setting.
-Below it are two tables.
+`python -m bench.report` makes this page. Each heading names the machine, the layer's shape, the dtype, and
+whether the host was hidden or in the loop. Below it are two tables.
 
 The first table has a line for each case. Times are microseconds. A provider's cell has its time and, in brackets, its
 speed-up over `keep` of the same run. The cell of `auto` also names the schedule that ran.

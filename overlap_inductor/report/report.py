@@ -130,7 +130,8 @@ class OverlapReport:
         return value
 
     def __str__(self) -> str:
-        """The report's title, the estimated total, and a line for each of the first groups of sites."""
+        """The report's title, the estimated total, and the first rows of the table of sites. Sites that differ only in
+        the number of their layer share a row."""
         from overlap_inductor.report.short import render_short
 
         return render_short(self)

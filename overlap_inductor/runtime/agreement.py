@@ -6,7 +6,7 @@ A pass never communicates, because a rank with a cache hit does not run the pass
 comparison. Each rank counts its calls of graphs that hold a collective of the group. A *digest* is a hash of a
 rank's plan::
 
-    call n:   publish digest                     a rank that overlaps nothing goes on here
+    call n:   publish digest                     a rank that overlaps nothing skips the rest, and runs its graph
               equal = all digests of call n are mine
               for each round: publish equal; equal = all ranks with my digest say equal
               equal -> run the overlap ops

@@ -231,8 +231,9 @@ class _Side:
 def test_credits_are_awaited_on_the_stream_of_the_matmuls(
     monkeypatch: pytest.MonkeyPatch, pattern: str, before: int
 ) -> None:
-    """A call waits once for its peers' credits, before its first transfer. It waits on the matmuls' stream: on another
-    stream, the waiting kernel could hold an SM and delay a matmul."""
+    """A call waits once for its peers' credits, before its first transfer. It waits on the matmuls' stream, so the wait
+    has ended before the next matmul begins. On another stream, the waiting kernel would run beside a matmul, and could
+    hold an SM that the matmul needs."""
     launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
     a, b = torch.zeros(48, 32).half(), torch.zeros(16, 32).half().t()
     plain = CopyEngine()

@@ -206,9 +206,7 @@ CASES = {
         "all_gather_matmul", 3, (SCALED,), rows=20, keep=True
     ),
     "scatter, residual": Case("matmul_reduce_scatter", 2, (RESIDUAL,), rows=40),
-    "all-reduce, a short shard, another residual on every rank": Case(
-        "matmul_all_reduce", 3, (RESIDUAL,), rows=20, missing=3
-    ),
+    "all-reduce, a short shard, residual": Case("matmul_all_reduce", 3, (RESIDUAL,), rows=20, missing=3),
     "all-reduce, row and column": Case("matmul_all_reduce", 2, (SCALED,)),
     "all-reduce, summed in place": Case("matmul_all_reduce", 2, (SCALED,), rows=32),
 }

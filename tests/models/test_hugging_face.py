@@ -45,7 +45,8 @@ def test_family(family: str, trains: bool, tmp_path: Path) -> None:
 def test_sizes_that_the_group_does_not_divide(
     family: str, world_size: int, trains: bool, generated: bool, tmp_path: Path
 ) -> None:
-    """The ranks' shards have different sizes: the head pads its columns, and weights have different widths."""
+    """The ranks' shards of the weights have different sizes. The head's results are padded to one size before they are
+    gathered."""
     for rank, found in enumerate(
         run_ranks(world_size, problems, family, str(tmp_path), trains, generated, timeout=500)
     ):

@@ -22,9 +22,9 @@ class FusedCost:
     """Constants of a fused kernel.
 
     Attributes:
-        exposed: exposed fraction of the shorter of matmul and transfer, by ``cost_model.kind_of``: gather, scatter,
-            all-reduce with a longer matmul, all-reduce with a longer transfer. The last one is estimated
-            (``bench.mirrored``).
+        exposed: exposed fraction of the shorter of matmul and transfer, by kind of site (``cost_model.kind_of``):
+            all-gather; reduce-scatter or all-to-all; all-reduce; all-reduce whose transfer takes longer than its
+            matmul. The last one is from predictions for larger groups (``bench.mirrored``).
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
         ranks / exchange_ranks: largest group measured, and largest group measured with all-to-alls of rows.
     """
@@ -59,7 +59,7 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
     """Whether a fused kernel is estimated to be more than 5 % faster than ``keep``. The margin is 25 % in groups larger
-    than those measured, and if a matmul contracts what an all-to-all exchanges.
+    than those measured, and for matmuls that contract the dim that an all-to-all exchanges.
 
     With fewer than ``least_tiles`` tiles it never pays: most SMs would wait for rows.
     """
