@@ -30,6 +30,9 @@ MEMBERS = {
     **dict.fromkeys(("exchange_send", "exchange_keep", "exchange_wait", "reduce_tail"), "buffer"),
 }
 """Ops that write to such a buffer, and the name of the argument by which they take it."""
+_PLACING = "place_ranks"
+"""An op that writes a part of a result into its first argument, an empty tensor at first. The readers of the result
+depend on these writes in no other way."""
 _SCHEDULING = "aten_distributed_optimizations.enable_overlap_scheduling"
 _NOTED = "overlap_inductor_order"
 
@@ -62,7 +65,8 @@ def prefetcher() -> str | None:
 
 
 def note_order(graph: fx.Graph) -> None:
-    """Record, for each node that uses a buffer in flight, how many writes to the buffer precede it."""
+    """Record, for each node that uses a buffer in flight or a result that is written in parts (``_PLACING``), how many
+    writes to it precede the node."""
     _each_access(graph, lambda node, counts: node.meta.__setitem__(_NOTED, counts))
 
 
@@ -89,6 +93,8 @@ def _each_access(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, int]], obj
             written[node] = 0
         elif name in MEMBERS and (buffer := argument(node, MEMBERS[name])) in written:
             written[buffer] += 1
+        elif name == _PLACING:
+            written[node.args[0]] = written.get(node.args[0], 0) + 1
 
 
 def preserve_order(graph: fx.Graph, edges: dict[fx.Node, set[fx.Node]]) -> None:

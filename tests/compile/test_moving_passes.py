@@ -89,6 +89,21 @@ def test_a_moved_step_is_detected() -> None:
         assert ordering.moved(graph) is not None
 
 
+def test_a_read_before_the_parts_are_written_is_detected() -> None:
+    """The parts of a result are written to an empty tensor. A read that moves before the last write is found."""
+    with fake_group(4):
+        made = HandGraph()
+        rows = made.call(aten.relu.default, made.scatter(made.mm(made.input(64, 32), made.input(32, 64, name="w"))))
+        product = made.mm(made.gather(rows), made.input(64, 48, name="up"))
+        made.output(made.call(aten.sin.default, product)).run(schedule="ring", sub_chunks=2)
+        graph = made.graph
+        assert ordering.moved(graph) is None
+        last = [n for n in graph.nodes if n.target is torch.ops.overlap_inductor.place_ranks.default][-1]
+        read = next(user for user in last.args[0].users if user > last)
+        last.prepend(read)
+        assert ordering.moved(graph) == read.name
+
+
 def test_a_moved_step_is_an_error_of_the_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "require", lambda group, plan: None)
     monkeypatch.setattr(lowering, "moved", lambda graph: "take_default")

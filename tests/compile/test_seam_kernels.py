@@ -89,11 +89,13 @@ def test_one_matmul_multiplies_a_band_of_all_other_ranks() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_large_bands_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unrolled_bands, "JOINED_ROWS", ROWS // 4)
+def test_large_bands_are_multiplied_one_by_one_or_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three other ranks are three groups of one rank, or a group of two ranks and one of one rank."""
     bands = 4
-    calls = [line for line in _lines(bands, 4) if "extern_kernels.mm(" in line]
-    assert len(calls) == 2 * (3 * bands + 1) + 3 * 4 * bands
+    for ranks_together, matmuls in ((1, 3), (2, 2)):
+        monkeypatch.setattr(unrolled_bands, "JOINED_ROWS", ranks_together * ROWS // bands)
+        calls = [line for line in _lines(bands, 4) if "extern_kernels.mm(" in line]
+        assert len(calls) == 2 * (matmuls * bands + 1) + 3 * (matmuls + 1) * bands
 
 
 @pytest.mark.usefixtures("alone")

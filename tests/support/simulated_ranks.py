@@ -83,11 +83,11 @@ def _results(node: fx.Node, arguments: list[tuple[Any, Any]]) -> list[Any]:
             for x, its in zip(firsts, slots, strict=True)
         ]
     if name == "place_ranks":
-        part, dim, shifts, chunk, start, length = arguments[0][0][1:7]
+        shifts, chunk, start, length = others[1:5]
         for rank, (given, _) in enumerate(arguments):
             for index, shift in enumerate(shifts):
-                place = given[0].narrow(dim, (rank + shift) % len(firsts) * chunk + start, length)
-                place.copy_(given[1].narrow(dim, index * length, length))
+                place = given[0].narrow(0, (rank + shift) % len(firsts) * chunk + start, length)
+                place.copy_(given[1].narrow(0, index * length, length))
         return [x.new_empty(1) for x in firsts]
     if name == "rows_below":
         return [_rows_below(x, (rank + others[1]) % len(firsts), *others) for rank, x in enumerate(firsts)]

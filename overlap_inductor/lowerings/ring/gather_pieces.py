@@ -8,6 +8,10 @@ of rank ``r + shift``, or a part of it, these nodes are written::
     operand = f(piece)                       # the nodes between the collective and the matmul
     y[r + shift][part] = operand @ w         # B, M or N gathered: ``assemble`` joins the pieces of y
     total += operand @ w[r + shift]          # K gathered: accumulated in fp32
+
+One matmul may multiply the same part of several ranks' shards (``Consumer.multiply_together``). Their rows are copied
+to one tensor by op ``take_ranks``. The product's rows are copied to their places in ``y`` by op ``place_ranks``, and
+``y`` then has no ``assemble``.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 
 aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
+
 JOINABLE = ("mm", "addmm")
 """Kinds of matmuls (``MatmulNode.kind``) that may multiply the rows of several ranks at once."""
 
@@ -60,7 +65,6 @@ class Consumer:
         self.pieces: list[Piece] = []
         self.totals: dict[int, fx.Node] = {}
         self.whole: dict[fx.Node, fx.Node] = {}
-        self.bands: dict[int, tuple[Size, Size]] = {}
 
     def block(self, start: Size, length: Size) -> tuple[Block, Size, Size | None]:
         """``(block along the gathered dim, start in the crossing dim, length there)`` of a sub-chunk. The length is
@@ -165,7 +169,7 @@ class Consumer:
             shape = [emit.world_size * chunk, *tools.shape(piece.node)[1:]]
             whole = emit.call(aten.empty.memory_format, shape, dtype=like.dtype, device=like.device)
         where = (chunk, piece.block.start, piece.block.length, emit.group_name)
-        return whole, emit.call(overlap.place_ranks.default, whole, piece.node, 0, list(piece.shifts), *where)
+        return whole, emit.call(overlap.place_ranks.default, whole, piece.node, list(piece.shifts), *where)
 
     def _whole(self, x: fx.Node, dim: int) -> fx.Node:
         """``x`` with zeros for the rows that the last shards lack. ``dim``: the dim of ``x`` that corresponds
@@ -203,7 +207,8 @@ class Consumer:
                 crossing = matmul.output_dim(role)
                 start[crossing + (1 if not flat and crossing > out_dim else 0)] = part.cross_start
             nodes.append(piece)
-            shifts += part.shifts
+            (shift,) = part.shifts
+            shifts.append(shift)
             starts += start
         out = emit.call(overlap.assemble.default, nodes, split, dim, sharded.chunk, shifts, starts, emit.group_name)
         if sharded.short:
@@ -230,7 +235,8 @@ class Consumer:
 
 def together(world_size: int, rows: Size, joined_rows: int) -> list[list[int]]:
     """The distances 1 .. ``world_size - 1`` of the other ranks, in groups. Each rank has ``rows`` rows. A group has the
-    fewest ranks that together have ``joined_rows`` rows. If ``rows`` is dynamic, it has one rank."""
+    fewest ranks that together have ``joined_rows`` rows; the last group may have fewer. If ``rows`` is dynamic, a group
+    has one rank."""
     count = -(-joined_rows // max(rows, 1)) if isinstance(rows, int) else 1
     return [list(range(first, min(first + count, world_size))) for first in range(1, world_size, count)]
 

@@ -175,8 +175,8 @@ def _exchange_send(
 
 
 # Starts hop ``hop``, which sends ``piece``. If there are ``further`` hops, ``piece`` holds one part for each hop: first
-# for ``hop``, then for ``further`` in their order. Op ``after`` orders the next matmul after the returned token.
-# Without this order, Inductor may run every matmul before the first send.
+# for ``hop``, then for ``further`` in their order. Route ``broadcast`` takes no ``further`` hops. Op ``after`` orders
+# the next matmul after the returned token. Without this order, Inductor may run every matmul before the first send.
 define(
     "exchange_send(Tensor(a!) chain, Tensor(b!) buffer, Tensor piece, SymInt[] bounds, int hop, str route, "
     "str group_name, str site, int[] further=[]) -> Tensor",
@@ -311,25 +311,19 @@ define(
 
 
 def _place_ranks(
-    whole: torch.Tensor,
-    part: torch.Tensor,
-    dim: int,
-    shifts: Sequence[int],
-    chunk: int,
-    start: int,
-    length: int,
-    group_name: str,
+    whole: torch.Tensor, part: torch.Tensor, shifts: Sequence[int], chunk: int, start: int, length: int, group_name: str
 ) -> torch.Tensor:
     group = resolve_group(group_name)
     for index, shift in enumerate(shifts):
         slot = (group.rank() + shift) % group.size()
-        whole.narrow(dim, slot * chunk + start, length).copy_(part.narrow(dim, index * length, length))
+        whole.narrow(0, slot * chunk + start, length).copy_(part.narrow(0, index * length, length))
     return whole.new_empty(1)
 
 
-# The inverse of ``take_ranks``: copies ``part`` to the places in ``whole`` from which ``take_ranks`` would read it.
+# The inverse of ``take_ranks`` along dim 0: copies ``part`` to the places in ``whole`` from which ``take_ranks`` would
+# read it.
 define(
-    "place_ranks(Tensor(a!) whole, Tensor part, int dim, int[] shifts, SymInt chunk, SymInt start, SymInt length, "
+    "place_ranks(Tensor(a!) whole, Tensor part, int[] shifts, SymInt chunk, SymInt start, SymInt length, "
     "str group_name) -> Tensor",
     _place_ranks,
     lambda whole, *others: whole.new_empty(1),

@@ -49,15 +49,18 @@ class Steps:
 
     Args:
         parts: number of sub-chunks of a shard; 1 is used if ``can_cut`` forbids cuts.
-        joined_rows: at least this many rows are multiplied by one matmul (``together``), if the site allows it.
+        joined_rows: one matmul multiplies sub-chunks of several ranks until it has this many rows (``together``), if
+            the site allows it.
 
     Attributes:
         bounds: offsets in a shard, in elements: where each sub-chunk begins, and where the last one ends.
         groups: the distances of the other ranks. One matmul multiplies a sub-chunk of all ranks of a group.
         joined: whether a group has several ranks.
-        newest: what the last ``multiply`` or ``multiply_together`` computed last. The caller passes it to the next wait
-            for ``gathered``, which then runs after these matmuls. Without this order, Inductor may run joined matmuls
-            after all waits, because only a copy of their operand reads ``gathered``.
+        newest: the epilogue's newest pieces. If ``joined``: tokens of the newest copies to ``placed``, and the newest
+            joined sums over a gathered K. The caller passes them to the next wait for ``gathered``, which then runs
+            after them. Without this order, Inductor may run joined matmuls after all waits, because only a copy of
+            their operand reads ``gathered``.
+        placed: the outputs, by old node, if ``joined``.
     """
 
     def __init__(self, emit: StepEmitter, nodes: GatherNodes, parts: int, joined_rows: int = 1) -> None:
@@ -121,8 +124,8 @@ class Steps:
         """Compute the epilogue on the newest pieces. If ``joined``, copy the newest pieces of all outputs to their
         places now. So their memory is free before the next band is multiplied."""
         self.epilogue.compute()
-        self.newest = list(self.epilogue.newest)
         if not self.joined:
+            self.newest = self.epilogue.newest
             return
         self.newest = []
         base = self.epilogue.base
