@@ -54,8 +54,8 @@ class SentNodes(ReduceNodes):
 
     @property
     def wire(self) -> Layout:
-        """The layout of what is received: one slice after the other, by rank. Within a slice, elements have the order
-        of the matmuls' result."""
+        """The layout of the buffer into which a schedule receives: one slice after the other, by rank. Within a slice,
+        elements have the order of the matmuls' result. The schedule then converts the buffer to ``received``."""
         rank = next(a for a in self.received.flat() if a.rank)
         return Layout(((rank,), *self.leaf_layout.without_rank().dims))
 

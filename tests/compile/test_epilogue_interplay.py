@@ -64,8 +64,8 @@ def test_the_norm_of_a_small_message_is_not_the_epilogue_of_a_gather(monkeypatch
     ]
     zeros[4].requires_grad_()
     with fake_group(4):
-        # Without replays, the host launches each chunk. So ``chunked`` does not pay for the gather, and ``fused`` does.
-        # With short host times, reason ``host_bound`` keeps no site.
+        # Without replays, the host launches each chunk. So at the gather, ``fused`` is estimated to be faster than
+        # ``keep``, and ``chunked`` is not. With short host times, reason ``host_bound`` keeps no site.
         told = '{"launch_seconds": 1e-9, "call_seconds": 1e-9}'
         forward = reports_of(f, *zeros, schedule="auto", mode="on", replay="off", machine=told)[0]
     assert not forward.notices and planned(forward) == [

@@ -47,8 +47,8 @@ MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
 """Checks whose row is a measurement. Three of them also assert:
 
 - ``kernels``: a site has no more kernels than max-autotune needs;
-- ``weights us``: one launch multiplies all weights, or one launch multiplies the widest weight and vendor matmuls the
-  others. Both ways give nearly equal results;
+- ``weights us``: two ways give nearly equal results: one launch for all weights, and one launch for the widest weight
+  with vendor matmuls for the others;
 - ``exchange us``: each schedule's results are close to those of ``keep``.
 """
 

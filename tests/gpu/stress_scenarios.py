@@ -109,8 +109,8 @@ def lazy(stress: Stress, variant: Variant, calls: int) -> dict[str, int]:
     Run this scenario first in a process: later, no kernel is left to load. The kernels must be in the compile cache,
     because compiling takes longer than the delay.
     """
-    # First make the workspace, and load the kernels that draw inputs. If this came after the sleep, it would make even
-    # ranks wait for odd ranks.
+    # First make the workspace, and load the kernels that draw inputs. If this came after the sleep, the hosts of
+    # even ranks would wait for odd ranks here, and would launch nothing that waits.
     stress.made(variant, "world")
     torch.cuda.synchronize()
     dist.barrier()

@@ -226,7 +226,7 @@ def test_unsupported_operands_are_refused() -> None:
     a, b, p = torch.zeros(32, 32).half(), torch.zeros(16, 32).half().t(), CASES["gather, one block"].parameters(0)
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):
         fused.all_gather_matmul(a.float(), b.float(), launch, p)
-    with pytest.raises(UnsupportedError, match="rows or columns of whole 16-byte words"):
+    with pytest.raises(UnsupportedError, match="each of which begins at a multiple of 16 bytes"):
         fused.all_gather_matmul(a, torch.zeros(16, 64).half().t()[::2], launch, p)
     with pytest.raises(UnsupportedError, match="of 32 and of 12 elements"):
         fused.all_gather_matmul(a, b[:, :12], launch, p)

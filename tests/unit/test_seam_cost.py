@@ -31,6 +31,14 @@ def test_time_is_matmuls_and_waits(bands: int) -> None:
     assert clocks.compute == pytest.approx(5.0 + sum(clocks.waited))
 
 
+def test_joined_bands_are_sent_later() -> None:
+    """On 4 ranks with one band, a matmul of all other ranks' rows takes 3 s of the scatter's 4 s. Sent before that, the
+    first rows would have arrived 2 s earlier."""
+    scatter, gather = Work(4.0, 9.0), Work(4.0, 9.0)
+    alone, joined = in_bands(scatter, gather, 4, 1), in_bands(scatter, gather, 4, 1, [3])
+    assert (joined.compute, alone.compute) == (pytest.approx(24.0), pytest.approx(22.0))
+
+
 def test_each_site_in_turn_has_its_own_sub_chunks() -> None:
     """With one sub-chunk, the scatter sends after 2 s, and its rows arrive at 10 s. The gather's last piece arrives at
     18 s and is multiplied in 1 s. With four sub-chunks, the scatter sends after 0.5 s."""

@@ -41,8 +41,8 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) 
         )
     if not right_operand_fits(b) or b.data_ptr() % 16:
         raise UnsupportedError(
-            f"the right operand has shape {list(b.shape)} and strides {list(b.stride())}; expected rows or columns of"
-            " whole 16-byte words, aligned to 16 bytes"
+            f"the right operand has shape {list(b.shape)} and strides {list(b.stride())}; expected contiguous rows"
+            " or contiguous columns, each of which begins at a multiple of 16 bytes"
         )
     if bias is not None and (bias.shape != b.shape[1:] or not bias.is_contiguous()):
         raise UnsupportedError(

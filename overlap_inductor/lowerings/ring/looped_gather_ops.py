@@ -230,7 +230,8 @@ def multiply_arrivals(
         others: each matmul's other operand.
         places: the rows of each shard's sub-chunks in ``gathered`` (``routes.places``).
         exchange: brings the sub-chunks; closed at the end. ``None`` if the shards have no elements.
-        sent: a function of a hop's number. It returns what the hop sends, for ``Exchange.post``.
+        sent: a function of a hop's number. It returns the piece that the hop sends, or ``None`` if the piece is in
+            ``gathered``.
     """
     world_size, rank, parts = group.size(), group.rank(), len(places[0]) - 1
     matmuls = [Matmul(f, gathered, o, b, places) for f, o, b in zip(forms, others, biases, strict=True)]

@@ -30,6 +30,7 @@ from overlap_inductor.lowerings.ring.unrolled_gather import Steps
 from overlap_inductor.lowerings.ring.unrolled_reduce import summed
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.gather_nodes import GatherNodes
+from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.reduce_nodes import ReduceNodes
 from overlap_inductor.sites.step_emitter import Block
 from overlap_inductor.sites.step_emitter import StepEmitter
@@ -49,6 +50,14 @@ def _joined_rows(device: torch.device) -> int:
     return JOINED_ROWS if device.type == "cpu" and not on_gpu(device) else 1
 
 
+def scatter_groups(nodes: ReduceNodes, world_size: int, rows: Size) -> list[list[int]]:
+    """The distances 1 .. ``world_size - 1`` of the other ranks, in groups. One matmul multiplies a band of all ranks of
+    a group. ``rows``: the rows of a band for each rank."""
+    joins = all(m.kind in JOINABLE for m in nodes.leaves) and nodes.role == "M"
+    device = tools.value(nodes.collectives[0].input).device
+    return together(world_size, rows, _joined_rows(device) if joins else 1)
+
+
 def rewrite_scatter(emit: StepEmitter, nodes: ReduceNodes, bands: int) -> fx.Node:
     """Write the steps of a reduce-scatter of rows. Returns this rank's rows, a ``cat`` of the bands."""
     collective, sharded = nodes.collectives[0], nodes.sharded
@@ -60,12 +69,10 @@ def rewrite_scatter(emit: StepEmitter, nodes: ReduceNodes, bands: int) -> fx.Nod
     buffer = emit.communicate(
         overlap.exchange_start.default, emit.chain, [world_size - 1, bounds[-1]], bounds, dtype, *where, *emit.transport
     )
-    joins = all(m.kind in JOINABLE for m in nodes.leaves) and nodes.role == "M"
-    rows = _joined_rows(tools.value(collective.input).device) if joins else 1
     sent: dict[int, list[fx.Node]] = {}
     for band, cut in enumerate(cuts):
         block = Block(*cut, 0, 1)
-        for distances in together(world_size, cut[1], rows):
+        for distances in scatter_groups(nodes, world_size, cut[1]):
             alone = len(distances) == 1
             piece = slices.of_rank(distances[0], block) if alone else slices.of_ranks(distances, block)
             hop, *others = ((distance - 1) * bands + band for distance in distances)
@@ -115,4 +122,4 @@ def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, bands: int) -> tuple[f
     return gathered, steps.finish()
 
 
-__all__ = ["rewrite_gather", "rewrite_scatter"]
+__all__ = ["rewrite_gather", "rewrite_scatter", "scatter_groups"]

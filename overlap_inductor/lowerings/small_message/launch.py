@@ -142,7 +142,8 @@ def _behind_matmul(
 ) -> None:
     """Run the vendor's matmul, and call ``start`` with its product. A replayed call launches both as one CUDA graph
     (``runtime.replay``). ``start`` also reads ``constant`` and ``others``, and writes ``results``."""
-    # The operands determine everything about the results but their addresses.
+    # ``launched`` compares the operands' shapes and dtypes, which fix those of the results. So of the results, ``what``
+    # needs only the addresses.
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
     # ``launched`` must know the operands that are copied. The vendor's library copies only the bias. It copies the bias
     # into the product, and then adds the matmul.

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts import cost_model
 from overlap_inductor.facts.machine import Machine
+from overlap_inductor.lowerings.ring.unrolled_bands import scatter_groups
 from overlap_inductor.passes.sequence.seams.find import Seam
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.nodes import DecidedSite
+from overlap_inductor.sites.nodes import nodes_of
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
 from overlap_inductor.sites.sizes import hint
 from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
@@ -92,13 +95,15 @@ def in_turn(scatter: Work, gather: Work, world_size: int, parts: Sequence[int]) 
     return clocks
 
 
-def in_bands(scatter: Work, gather: Work, world_size: int, bands: int) -> Clocks:
-    """The clocks after both sites, if each band is gathered when it has arrived (``lowerings.ring.unrolled_bands``)."""
+def in_bands(scatter: Work, gather: Work, world_size: int, bands: int, groups: Sequence[int] = ()) -> Clocks:
+    """The clocks after both sites, if each band is gathered when it has arrived (``lowerings.ring.unrolled_bands``).
+    ``groups``: how many ranks' rows each matmul of a band computes before they are sent; empty: one rank's rows."""
     clocks, scattered = Clocks(), []
     for _ in range(bands):
-        for _ in range(world_size - 1):
-            clocks.multiply(scatter.matmul / (world_size * bands))
-            arrival = clocks.send(scatter.wire / (world_size - 1) / bands)
+        for ranks in groups or [1] * (world_size - 1):
+            clocks.multiply(ranks * scatter.matmul / (world_size * bands))
+            for _ in range(ranks):
+                arrival = clocks.send(scatter.wire / (world_size - 1) / bands)
         scattered.append(arrival)
     clocks.multiply(scatter.matmul / world_size)
     gathered = []
@@ -119,7 +124,9 @@ def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
     machine = machine_of(seam.gather, config)
     parts = [s.decision.moving.parameters["sub_chunks"] for s in sites]
     world_size = seam.scatter.facts.collective.world_size
-    turn, banded = in_turn(scatters, gathers, world_size, parts), in_bands(scatters, gathers, world_size, bands)
+    nodes = nodes_of(seam.scatter, ReduceNodes)
+    groups = [len(group) for group in scatter_groups(nodes, world_size, nodes.sharded.chunk // bands)]
+    turn, banded = in_turn(scatters, gathers, world_size, parts), in_bands(scatters, gathers, world_size, bands, groups)
     # ``hops``: the sends that bands add. The gather sends a band to all ranks in one step. Each band but the first also
     # adds a wait to the scatter, and a matmul of this rank's own rows to the gather.
     hops = (world_size - 1) * (bands - parts[0]), bands - (world_size - 1) * parts[1]
