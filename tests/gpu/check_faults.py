@@ -6,12 +6,12 @@
     python -m tests.gpu.check_faults --only killed skipped --schedule chunked --pattern matmul_all_reduce
     python -m tests.gpu.check_faults --ranks 3 --ranks-share-gpus --schedule small_message --way two_shot --only uneven
 
-The command starts new ranks for each scenario, because a launcher would end all ranks when one dies. It prints one JSON
-row per scenario. ``found`` is the error of rank 0. In most scenarios, the last rank is killed, or does not call in
-time. Then every other rank must get an error, even if none of its kernels waited. With ``--ranks-share-gpus``, NCCL is
-not used.
+The command starts the ranks itself, because a launcher would end all ranks when one dies. Each scenario has ranks of
+its own. The ranks of all scenarios start together. Each rank imports and compiles, then waits for its scenario.
 
-The ranks of all scenarios start together. Each rank imports and compiles, then waits for its scenario.
+The command prints one JSON row per scenario. ``found`` is the error of rank 0. In most scenarios, the last rank is
+killed, or does not call in time. Then every other rank must get an error, even if none of its kernels waited. With
+``--ranks-share-gpus``, NCCL is not used.
 """
 
 from __future__ import annotations

@@ -158,8 +158,9 @@ def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, floa
 
 
 def test_one_rank_alone_compiles_again() -> None:
-    """Only rank 1 gets another plan. Without a plain program, a plan is compared at its first run only. So rank 0 runs
-    its agreed plan, and rank 0's transfers find no partner. Rank 0's error must say why."""
+    """Both ranks compile again, but only rank 1 gets another plan. Without a plain program, the ranks compare a plan
+    only once, even if it is compiled again. Rank 0 has the plan that was agreed before, so it starts its transfers,
+    which find no partner. Rank 0's error must say why."""
     (first, kept), (second, changed) = run_ranks(2, _one_compiles_again, expect_failure=True)
     assert first[0] == second[0] == "ok", (first, second)
     assert (
