@@ -192,7 +192,7 @@ def _no_launcher(variable: str, command: str) -> str:
     return (
         f"overlap-inductor explain: the script needs the variables that torchrun sets, and {variable} is not set."
         f" Either let one process play rank 0 of 8 ranks:\n  overlap-inductor explain --ranks 8 {command}\n"
-        "or start as many processes as the script needs, here 2:\n"
+        "or start as many processes as the script needs, for example 2:\n"
         f"  torchrun --nproc-per-node 2 -m overlap_inductor explain {command}"
     )
 

@@ -46,8 +46,8 @@ class Region:
 class Padding:
     """``node`` appends zeros to a rank's output before it is gathered, because other ranks' outputs are larger.
 
-    ``columns``: how many columns ``node`` appends. 0 if ``node`` appends rows. Appended rows count as missing in
-    ``ReduceNodes.sharded``.
+    ``columns``: how many columns ``node`` appends. 0 if ``node`` appends rows. ``ReduceNodes.sharded``
+    then counts the appended rows as rows of a full shard that are missing (``ShardedDim.missing``).
     """
 
     node: fx.Node
@@ -66,8 +66,8 @@ class ReduceNodes(SiteNodes):
         ends: the collectives; several if the results of all-reduces are added.
         result: the wait, or the sum of the waits.
         leaves: the matmuls that compute the result, without those that compute a leaf's left operand.
-        layouts: the layouts (``sites.layouts``) of the nodes that pieces compute or read. Their atoms are those of the
-            collective's input.
+        layouts: the layouts (``sites.layouts``) of the nodes that pieces compute or read. They consist of the same atoms
+            (runs of indices, ``layouts.Atom``) as the layout of the collective's input.
         through: source of each view-like node.
         externals: tensors that the pieces read and the site does not compute.
         sharded: the dim that is cut, in the matmuls' output or in ``region.layout``.

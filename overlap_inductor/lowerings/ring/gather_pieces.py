@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the matmuls that read a gathered tensor, and their epilogue, for one piece of the tensor at a time.
 
-The caller brings this rank's own shard first, as a whole or (``unrolled_bands``) in sub-chunks. It may bring the other
-pieces in any order. The gathered dim is dim B (batch), M, N or K of the matmul. This rank is rank ``r``. For the shard
-of rank ``r + shift``, or a part of it, these nodes are written::
+The caller brings this rank's own shard first. The shard comes as a whole, or in sub-chunks if the caller is module
+``lowerings.ring.unrolled_bands``. The caller may bring the other pieces in any order. The gathered dim is dim B
+(batch), M, N or K of the matmul. This rank is rank ``r``. For the shard of rank ``r + shift``, or a part of it, these
+nodes are written::
 
     operand = f(piece)                       # the nodes between the collective and the matmul
     y[r + shift][part] = operand @ w         # B, M or N gathered: ``assemble`` joins the pieces of y
@@ -279,8 +280,8 @@ class EpiloguePieces:
             whole = self.like(node).assemble(pieces)
             for last in self.newest:
                 # A piece lies in the memory of its assembled output, which may be freed after that output's last
-                # reader. But the piece may also be read for another output. So readers of an assembled output wait for
-                # the newest pieces of all outputs.
+                # reader. But the epilogue may also read the piece to compute another output. So readers of an assembled
+                # output wait for the last pieces of all outputs that the epilogue computes.
                 whole = whole if last is pieces[-1].node else self.emit.call(overlap.after.default, whole, last)
             results[node] = self.emit.reshape(whole, tools.shape(node))
         return results
