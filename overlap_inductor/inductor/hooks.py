@@ -6,7 +6,7 @@ On a cache hit, Inductor runs no pass, so the report must come with the graph::
     pass -> scope.reports -> attribute of CompiledFxGraph -> pickled into the FX graph cache, the AOTAutograd cache and
                                                              torch.compiler.save_cache_artifacts()
     CompiledFxGraph.post_compile (after a compile and after a load) -> activates the report, and wraps the graph's
-                                                             callable: each call compares plans, then runs the graph
+                                                             callable: a call compares plans, then runs the graph
 
 To *activate* a report is to log, count and dump it.
 """
