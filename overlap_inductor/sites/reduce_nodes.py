@@ -66,8 +66,8 @@ class ReduceNodes(SiteNodes):
         ends: the collectives; several if the results of all-reduces are added.
         result: the wait, or the sum of the waits.
         leaves: the matmuls that compute the result, without those that compute a leaf's left operand.
-        layouts: the layouts (``sites.layouts``) of the nodes that pieces compute or read. They consist of the same atoms
-            (runs of indices, ``layouts.Atom``) as the layout of the collective's input.
+        layouts: the layouts (``sites.layouts``) of the nodes that pieces compute or read. They consist of the same
+            atoms (runs of indices, ``layouts.Atom``) as the layout of the collective's input.
         through: source of each view-like node.
         externals: tensors that the pieces read and the site does not compute.
         sharded: the dim that is cut, in the matmuls' output or in ``region.layout``.
