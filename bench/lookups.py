@@ -51,7 +51,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.lookups", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tables", type=int, nargs="+", default=[64, 256], help="tables of each rank")
     parser.add_argument(
-        "--batch", type=int, nargs="+", default=[4096, 65536], help="bags of a table, for all ranks together"
+        "--batch", type=int, nargs="+", default=[4096, 65536], help="bags that a rank looks up in each of its tables"
     )
     parser.add_argument("--width", type=int, nargs="+", default=[64, 256], help="elements of a row")
     parser.add_argument(

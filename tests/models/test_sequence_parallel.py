@@ -48,7 +48,8 @@ FEW = ("llama", "cohere")
     ids=["interpreted", "generated code", "interpreted, more of them"],
 )
 def test_families(names: Sequence[str], tmp_path: Path) -> None:
-    """All all-reduces of a family must be rewritten. Gradients of norms, biases and branches must be right."""
+    """All all-reduces of a family must be rewritten. The gradients must be right, also those of
+    norms and biases."""
     cases = {name: CASES[name] for name in names}
     for rank, found in enumerate(run_ranks(2, problems, cases, str(tmp_path), timeout=500)):
         assert not found, f"rank {rank}: " + "\n".join(found)

@@ -290,8 +290,9 @@ OWN = {
     "a scalar bias, scattered",
     "a scalar bias, gathered",
 }
-"""Programs that no looping op can compute. In the first two, the scale may differ between ranks. Each receiver must use
-its own scale, but a looping op would use the sender's. In the other three, the bias is a scalar."""
+"""Some of the programs that no looping op can compute. In the first two, the scale (or the norm's weight) may differ
+between ranks. Each receiver must use its own scale, but a looping op would use the sender's. In the other three, the
+bias is a scalar."""
 
 
 def arguments(name: str, world_size: int, generator: torch.Generator) -> list[torch.Tensor]:
