@@ -9,6 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,8 +71,8 @@ def _main(
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    # If a signal ends this rank, its stack is written to standard error.
-    faulthandler.enable(sys.__stderr__)
+    # If a signal ends this rank, the stacks of its threads are written to this file.
+    faulthandler.enable(open(os.path.join(folder, f"{rank}.stacks"), "w"))  # noqa: SIM115
     result: tuple[bool, Any]
     try:
         if grouped:
@@ -84,6 +85,12 @@ def _main(
     except BaseException:  # noqa: BLE001  (the parent reports it)
         result = False, traceback.format_exc()
     torch.save(result, os.path.join(folder, f"{rank}.pt"))
+
+
+def _how_it_died(rank: int, exit_code: int | None, folder: str) -> str:
+    stacks = Path(folder, f"{rank}.stacks")
+    written = stacks.read_text() if stacks.exists() else ""
+    return f"rank {rank} left no result; exit code {exit_code}" + (f"\n{written}" if written else "")
 
 
 def run_ranks(
@@ -133,7 +140,7 @@ def run_ranks(
         results = []
         for rank, process in enumerate(processes):
             path = os.path.join(folder, f"{rank}.pt")
-            nothing = False, f"rank {rank} left no result; exit code {process.exitcode}"
+            nothing = False, _how_it_died(rank, process.exitcode, folder)
             results.append(torch.load(path, weights_only=False) if os.path.exists(path) else nothing)
     problems = [f"rank {r}: {text}" for r, (ok, text) in enumerate(results) if not ok]
     assert not hung, f"ranks {hung} did not end within {timeout} s\n" + "\n".join(problems)

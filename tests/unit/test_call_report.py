@@ -5,6 +5,8 @@ reports the call's number. Outside of graphs, the rank reports how many of the g
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -78,6 +80,44 @@ def test_a_look_at_a_thread_keeps_none_of_its_tensors() -> None:
     ends.set()
     thread.join()
     assert found is None
+
+
+LOOKS = """
+import gc, random, sys, threading, time
+from overlap_inductor.torch_compat.blocked_threads import in_collective
+
+def function(number):
+    lists = "".join(f"  x{i} = []\\n" for i in range(random.randrange(120)))
+    exec(f"def call{number}(depth):\\n{lists}  return random.choice(calls)(depth - 1) if depth else []", globals())
+    return globals()[f"call{number}"]
+
+def work():
+    while not ended:
+        random.choice(calls)(20)
+
+def let_others_run(phase, info):
+    if threading.current_thread() is threading.main_thread():
+        time.sleep(0.001)
+
+calls, ended = [function(i) for i in range(30)], False
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+gc.set_threshold(7)
+sys.setswitchinterval(1e-4)
+gc.callbacks.append(let_others_run)
+try:
+    for _ in range(1000):
+        assert not in_collective(thread.ident)
+        time.sleep(0)
+finally:
+    ended = True
+"""
+
+
+def test_a_collection_lets_the_thread_go_on() -> None:
+    """The look must not read frames that have returned meanwhile. Such a read raises an error or ends the process."""
+    run = subprocess.run([sys.executable, "-c", LOOKS], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, (run.returncode, run.stderr)
 
 
 @pytest.mark.parametrize(("namespace", "wanted"), [("c10d_of_this_test", True), ("other_of_this_test", False)])

@@ -67,5 +67,5 @@ def _measured(name: str) -> list[str]:
     if {row["pattern"] for row in stored} >= {row["pattern"] for row in headline_rows()}:
         return [counts, "the picture above"]
     kernels = set(_on_gpus(name)) - set(_on_gpus("NVIDIA A100"))
-    expected = "the same kernels as on H200; estimates may be wrong" if kernels else UNKNOWN
+    expected = "the same kernels as on H200; time estimates may be less accurate" if kernels else UNKNOWN
     return [f"some patterns, on {counts}" if stored else "not yet", expected]
