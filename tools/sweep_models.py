@@ -24,7 +24,8 @@ Each case is one JSON row, appended to ``--out``. Its ``outcome`` is one of::
     right                          the results are those of the plain compile
     fell back                      the results are right, but the ranks differed, so they ran the plain program
     nothing overlapped             the results are right, but no site was overlapped
-    nothing to compare             some results are only rounding errors, also without overlap; no other result is wrong
+    nothing to compare             rounding alone makes results on some rank too inexact to compare, even without
+                                   overlap; all other results are right
     does not run without overlap   an error occurs even without overlap; the row has the error
     wrong                          the results differ, a rank died or hung, or an error occurs only with overlap
 

@@ -29,7 +29,8 @@ class CompileScope:
         pinned: whether the graph must use ``config``, not what is switched on now. A backward is pinned to its
             forward's configuration.
         config: the configuration of a pinned scope. If overlap is off: ``None``, or mode ``off``.
-        without_us: whether the graph was compiled without the pass, now or before it was cached.
+        without_us: whether the compiled graph was made without the pass. It may have been compiled so now, or come from
+            a cache.
         refusal: why nothing may be overlapped in the graph, or ``None``.
         reports: reports that are not yet stored with a compiled graph. A graph's report follows those of its subgraphs.
         seen: FX graphs that the pass has visited, by ``id``. The dictionary keeps them alive, so no ``id`` is reused.
@@ -72,7 +73,7 @@ _as_written: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 def keep_as_written(gm: Any, written: Any) -> None:
     """Remember ``written`` for the inference graph ``gm``: a copy of ``gm`` that was made before our passes rewrote
-    ``gm``. Inductor runs passes on the joint graph also on inference graphs."""
+    ``gm``. Inductor also runs the passes of the joint graph, ours included, on inference graphs."""
     _as_written[gm] = written
 
 

@@ -247,8 +247,8 @@ def all_gather_matmul(
 
 @triton.jit
 def last_block_ends(queues, calls, peer_flags, call, rank, stop, WORLD: tl.constexpr, KEEP: tl.constexpr):
-    """Count the calling block as finished. The last block to finish sets words 0 to 4 of ``queues`` to 0. Without
-    ``KEEP``, this block also ends the call."""
+    """Count the calling block as finished. The last block to finish sets words 0 to 4 of ``queues`` to 0 (only
+    ``all_gather_matmul_slices`` uses word 4). Without ``KEEP``, this block also ends the call."""
     tl.debug_barrier()
     finished = tl.atomic_add(queues + 3, 1, sem="acq_rel")
     if finished == tl.num_programs(0) - 1:

@@ -37,8 +37,9 @@ class SiteFinder:
 
     Attributes:
         phase: inference, forward or backward.
-        idle: names of collectives whose sites leave their matmuls to other sites.
-        left: matmuls that patterns left to other sites (``Match.left``, ``Miss.left``).
+        idle: names of collectives whose sites were not overlapped after an earlier walk. So these sites own no matmuls,
+            and other sites may take them.
+        left: matmuls that a pattern did not take, because another site owns them (``Match.left``, ``Miss.left``).
         merged: further collectives of sites with several collectives; ``run`` skips them.
         sites, near_misses: what ``run`` found, in graph order.
     """
@@ -71,9 +72,9 @@ class SiteFinder:
         }
 
     def owned(self) -> set[fx.Node]:
-        """The matmuls of the sites found so far and of all early sites, without those of ``idle``. A sum of
-        all-reduces may read matmuls that stand after its first all-reduce. An early site that ``run`` has not reached
-        may own such a matmul. So all early sites count."""
+        """The matmuls of the sites found so far and of all early sites, without those of ``idle``. All-reduces
+        whose results are added are one site, which is found at the first of them. The site's matmuls may stand further
+        down in the graph, and may belong to an early site that ``run`` has not reached. So all early sites count."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]
         return {m.node for node, nodes in early + found if node.name not in self.idle for m in nodes.matmuls}

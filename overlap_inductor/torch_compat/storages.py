@@ -18,10 +18,9 @@ class ByStorage(Generic[T]):
     """A dictionary whose keys are sequences of tensors, compared by storage and offset. The address does not count:
     FSDP2 frees and reallocates the memory of a parameter's storage.
 
-    An entry keeps no memory alive. After one of its storages is freed, ``get`` no longer finds the entry, and the next
-    ``put`` drops it. Until then, the entry's weak reference reserves the storage's ``_cdata``, so that no new storage
-    gets it.
-    """
+    An entry keeps no memory alive. Once no tensor has one of the entry's storages any more, no key can equal the
+    entry's, so ``get`` does not find the entry. The next ``put`` drops it. Until then, the entry's weak reference
+    reserves the storage's ``_cdata``, so that no new storage gets it. """
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, ...], tuple[T, list[StorageWeakRef]]] = {}

@@ -456,7 +456,9 @@ def main() -> int:
         type=int,
         help="limit of rounds with the copy engine; default: 2000, or 20 if ranks share GPUs",
     )
-    parser.add_argument("--only", default="", help="run only the ways to write whose names begin with this")
+    parser.add_argument(
+        "--only", default="", help="between two GPUs, test only those ways to write whose names begin with this"
+    )
     parser.add_argument("--ranks-share-gpus", action="store_true")
     arguments = parser.parse_args()
     share = arguments.ranks_share_gpus

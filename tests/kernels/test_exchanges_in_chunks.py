@@ -29,7 +29,7 @@ from tests.kernels.ranks import shared
 
 CALLS, K, N = 2, 16, 24
 SENT, RECEIVED, CONTRACTED = "matmul_all_to_all", "all_to_all_matmul", "contracted"
-"""``CONTRACTED``: an all-to-all before a matmul that contracts the exchanged dim."""
+"""``CONTRACTED``: an all-to-all whose received slices stand side by side along K of the matmul."""
 SMALL = ChunkedParameters(2, "copy_engine", 1, grain=8, pushers=2)
 
 

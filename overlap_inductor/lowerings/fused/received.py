@@ -34,7 +34,7 @@ class Received(NamedTuple):
     """A call. All tensors are fp16 or bf16.
 
     Attributes:
-        name: one of ``parameters.GATHERS``, or ``contraction`` if the matmul contracts the exchanged dim.
+        name: one of ``parameters.GATHERS``, or ``contraction`` if the received shards stand side by side along K.
         a: what is sent: ``own`` in an all-gather, a shard for each rank in an all-to-all (``[world_size * rows, K]``).
         own: the shard ``[rows, K]`` that this rank multiplies without a transfer: ``a`` in an all-gather, this rank's
             own part of ``a`` in an all-to-all.

@@ -14,8 +14,8 @@ reduce-scatter. ``r``: this rank. ``slice(q)``: this rank's partial sums of the 
     for band: send shard[band] to all ranks; y[r][band] = gathered[r][band] @ w
     for band: wait; for i in 1 .. W-1: y[r - i][band] = gathered[r - i][band] @ w         # see below
 
-On a CPU, one matmul computes small bands of several ranks (``JOINED_ROWS``), and one op sends them. Then each piece of
-``y`` is copied to its place as soon as it is computed.
+On a CPU, one matmul computes a small band of several ranks (``JOINED_ROWS``). In the reduce-scatter, one op then sends
+the results to all these ranks. In the gather, results are copied to their places in ``y`` as soon as they are computed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
 
 JOINED_ROWS = 256
-"""On a CPU, one matmul multiplies a band of several ranks, because small matmuls are slow. The ranks are as many as
-give the matmul this many rows, if there are so many ranks. A forward of two Llama layers (hidden size 2048, 1024
-tokens, bands of 64 rows) on 4 ranks took 813 ms with joined matmuls, and 889 ms without. The link had 1000 Mbit/s."""
+"""On a CPU, one matmul multiplies a band of several ranks, because small matmuls are slow. It takes the fewest ranks
+whose bands together have at least this many rows, or all ranks that are left. A forward of two Llama layers (hidden
+size 2048, 1024 tokens, bands of 64 rows) on 4 ranks took 813 ms with joined matmuls, and 889 ms without. The link had
+1000 Mbit/s."""
 
 
 def _joined_rows(device: torch.device) -> int:

@@ -20,7 +20,7 @@ class WaveCost:
     """Constants of groups of waves.
 
     Attributes:
-        efficiency: speed of matmul and collective at the same time, relative to their speed one after the other.
+        efficiency: the speed of a matmul or collective while both run, relative to its speed when it runs alone.
         groups: groups that a call is assumed to be cut into.
         ranks: ranks of the largest process group measured; 0: none.
     """
