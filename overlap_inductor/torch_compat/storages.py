@@ -20,7 +20,8 @@ class ByStorage(Generic[T]):
 
     An entry keeps no memory alive. Once no tensor has one of the entry's storages any more, no key can equal the
     entry's, so ``get`` does not find the entry. The next ``put`` drops it. Until then, the entry's weak reference
-    reserves the storage's ``_cdata``, so that no new storage gets it."""
+    reserves the storage's ``_cdata``, so that no new storage gets it.
+    """
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, ...], tuple[T, list[StorageWeakRef]]] = {}
