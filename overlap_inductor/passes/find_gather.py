@@ -5,7 +5,7 @@ The matmuls that can be cut are the *consumers* of one site. Before and after th
 
     wait = wait_tensor(all_gather(x [s, h]))        # [R s, h]
     view = reshape(wait)                            # views, row-wise and pointwise ops may come in between
-    y, z = mm(view, w), mm(view, v)                 # consumers, each with its operand, role of the gathered dim, layout
+    y, z = mm(view, w), mm(view, v)                 # consumers; each has the gathered operand's side, layout, role
     ->  y, z from the steps' pieces                 # each step: mm of one shard while the next shard moves
 """
 

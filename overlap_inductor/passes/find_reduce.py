@@ -260,7 +260,7 @@ def find_reduce(
         left += tracer.left
         if left and not tracer.leaves:
             names = ", ".join(n.name for n in left)
-            text = f"the sum that the collective moves is computed inside matmuls of another site: {names}"
+            text = f"the collective's input is the result of matmuls that belong to another site: {names}"
             return None, Reason("shares_nodes", text), left
         nodes, obstacle = _site(collectives, result, tracer)
     except LayoutError as error:

@@ -97,8 +97,9 @@ def test_dynamic_shapes_compile_once() -> None:
 
 
 def test_no_run_time_threshold_for_a_looping_op_that_scatters_columns() -> None:
-    """A run-time threshold is a number of tokens. A looping op that scatters columns would compare it with a number of
-    columns. So ``auto`` keeps the site."""
+    """With dynamic tokens, ``auto`` may give an op a threshold: from this number of tokens on, the op runs the ring. A
+    looping op that scatters columns would compare the threshold with a number of columns. So ``auto`` keeps the
+    site."""
     with fake_group(2):
         for schedule, status, reasons in (("auto", "kept", ["dynamic_shape"]), ("ring", "overlapped", [])):
             made = HandGraph()

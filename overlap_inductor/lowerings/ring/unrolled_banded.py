@@ -75,9 +75,9 @@ def _joined(emit: StepEmitter, nodes: BandedNodes, node: fx.Node, pieces: list[f
 
 
 def _pieces(emit: StepEmitter, nodes: BandedNodes, start: Size, length: Size, after: fx.Node | None) -> BandPieces:
-    """Write the matmul of one band. Returns the band's ``BandPieces``. ``nodes.band`` is the factor of the matmul's
-    rows that is cut into bands. The band has ``length`` indices of this factor, from index ``start`` on. ``after``: the
-    token of the last send, if any."""
+    """Write the matmul of one band. Returns the band's ``BandPieces``. ``nodes.band`` is the atom (``sites.layouts``)
+    of the matmul's rows that is cut into bands. The band has ``length`` indices of this atom, from index ``start`` on.
+    Each index stands for ``nodes.unit`` rows. ``after``: the token of the last send, if any."""
     leaf, rows = nodes.leaves[0], (start * nodes.unit, length * nodes.unit)
     lhs = emit.narrow(leaf.lhs, 0, *rows)
     product = matmuls.emit(emit.graph, leaf, lhs, leaf.rhs, {"M": lambda x, dim: emit.narrow(x, dim, *rows)})
@@ -89,7 +89,7 @@ def _pieces(emit: StepEmitter, nodes: BandedNodes, start: Size, length: Size, af
 
 
 def _in_memory(emit: StepEmitter, nodes: BandedNodes, pieces: BandPieces, after: fx.Node | None) -> fx.Node:
-    """The band's part of each rank's slice, ``[W, elements]``, written to memory."""
+    """The band's result, written to memory as ``[W, elements]``: for each receiving rank, the part that goes to it."""
     last = nodes.collectives[0].input
     band = emit.convert(pieces.of(last), nodes.layouts[last].without_rank(), nodes.in_bands, pieces.sizes)
     return emit.call(overlap.after.default, band, after or emit.chain)

@@ -145,8 +145,8 @@ def _behind_matmul(
     # ``launched`` compares the operands' shapes and dtypes, which fix those of the results. So of the results, ``what``
     # needs only the addresses.
     what = ("small_message", parameters, blas.switches(), constant, *[r.data_ptr() for r in results])
-    # ``launched`` must know the operands that are copied. The vendor's library copies only the bias. It copies the bias
-    # into the product, and then adds the matmul.
+    # A memory copy in a CUDA graph always reads the same allocation, so ``launched`` must know which operands such
+    # copies read. It is only the bias: the vendor's library copies the bias into the product, and then adds the matmul.
     copied = [] if bias is None else [bias]
     launched(
         launch,
