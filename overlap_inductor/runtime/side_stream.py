@@ -63,8 +63,8 @@ class InOrder(nullcontext[None]):
 
 
 class WaitingStream:
-    """A stream for kernels that wait. The copies stay on the current stream. Call ``follow`` first. Then ``before``
-    launches a kernel that waits, and the next work on the current stream waits for this kernel.
+    """A stream for kernels that wait between copies. The copies run on the current stream. Call ``follow``
+    first. Then ``before`` launches a kernel that waits, and the next copy on the current stream waits for this kernel.
 
     On one stream, a copy starts 12 us after the end of a kernel. If the copy instead waits for an event of another
     stream, and the event is long past, the copy starts at once.

@@ -53,8 +53,8 @@ def test_one_text_on_all_ranks(name: str) -> None:
 
 REFUSED = {
     "fp8": (graphs.scaled, "no schedule in chunks multiplies fp8 with scales in matmul_all_to_all"),
-    "one bias for all columns": (graphs.one_bias_for_all_columns, "a bias of more than one row"),
-    "bf16 sent as fp16": (graphs.sent_as_other_floats, "the rows cannot be put in the ranks' order"),
+    "one bias for all columns": (graphs.one_bias_for_all_columns, "or an unsupported matmul or bias"),
+    "bf16 sent as fp16": (graphs.sent_as_other_floats, "values sent as another dtype"),
     "uneven parts, sent": (
         graphs.uneven,
         "each rank's part has its own number of rows; a schedule in chunks sends equal",
@@ -70,7 +70,7 @@ REFUSED = {
         "each rank's slice of the contracted dim has 4 elements; a schedule in chunks expects a multiple of 8",
     ),
     "contracted heads of a dynamic sequence": (graphs.contracted_dynamic, "a size or stride is only known at run time"),
-    "an activation": (graphs.activated, "the rows cannot be put in the ranks' order"),
+    "an activation": (graphs.activated, "an unsupported op between matmul and collective"),
     "fp32": (lambda: graphs.sent_rows(dtype=torch.float32), "multiplies fp16 or bf16 here, not torch.float32"),
     "narrow slices": (lambda: graphs.sent_heads(width=2), "rows of 16 and of 4 elements cannot be read"),
 }

@@ -98,7 +98,7 @@ def test_what_follows_stays_in_the_graph(make: Callable[..., HandGraph]) -> None
 
 REFUSED = {
     "fp8": (graphs.scaled, "no fused kernel multiplies fp8 with scales"),
-    "one bias for all columns": (graphs.one_bias_for_all_columns, "a bias of more than one row"),
+    "one bias for all columns": (graphs.one_bias_for_all_columns, "or an unsupported matmul or bias"),
     "uneven parts, sent": (graphs.uneven, "each rank's part has its own number of rows; a fused kernel sends equal"),
     "uneven parts, received": (graphs.uneven_received, "each rank's part has its own number of rows"),
     "a sum": (graphs.summed, "2 matmuls are added before the all-to-all; a fused kernel computes only one"),
@@ -111,7 +111,7 @@ REFUSED = {
         "a fused kernel expects the ranks' slices side by side",
     ),
     "contracted heads of a dynamic sequence": (graphs.contracted_dynamic, "a size or stride is only known at run time"),
-    "an activation": (graphs.activated, "the rows cannot be put in the ranks' order"),
+    "an activation": (graphs.activated, "an unsupported op between matmul and collective"),
     "fp32": (lambda: graphs.sent_rows(dtype=torch.float32), "the matrices are torch.float32; expected fp16 or bf16"),
     "narrow slices": (lambda: graphs.sent_heads(width=2), "rows of 16 and of 4 elements cannot be read"),
 }

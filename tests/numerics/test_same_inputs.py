@@ -190,8 +190,9 @@ def _two_groups(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_each_layer_is_compared_if_its_graph_has_several_groups() -> None:
-    """A parameter may be equal on all ranks of one group only. So the plan, which is compared in both groups, does not
-    hold digests of parameters. The ranks must compare these digests separately, once for each layer."""
+    """A parameter may be equal on all ranks of one group only. So if a graph has two groups, its plan, which is
+    compared in both, does not hold digests of parameters. The ranks must compare these digests separately, once for
+    each layer."""
     results = run_ranks(2, _two_groups)
     assert all(result["off"] < 1e-4 for result in results), results
     assert "are not those of the first rank" in results[0]["texts"][0], results
@@ -247,8 +248,8 @@ def _train_and_recompile(rank: int, world_size: int, lone: int) -> dict[str, Any
     ids=["one rank compiles again", "all ranks compile again"],
 )
 def test_weights_are_hashed_once(lone: int) -> None:
-    """A weight is hashed for the first graph only. A later graph takes the old digest. So if a rank compiles again
-    alone, its plan still equals the others' plans."""
+    """A weight is hashed for the first graph only. The plan of a later graph holds the same digest. So if a rank
+    compiles again alone, its plan still equals the others' plans."""
     for rank, result in enumerate(run_ranks(2, _train_and_recompile, lone)):
         assert result["off"] < 1e-5 and result["texts"] == [], result
         assert result["hashed"].count((H,)) == 1 and result["graphs"] == (4 if rank < lone else 2), result

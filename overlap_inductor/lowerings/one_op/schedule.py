@@ -199,8 +199,9 @@ class OneOpSchedule:
                     " compute it"
                 )
             return form_of(site).why_no_contraction(site, self.noun, self.contracts) or (
-                "the rows cannot be put in the ranks' order, or a matmul has an unsupported kind or a bias of more than"
-                " one row"
+                f"a {self.noun} cannot compute this site. Possible causes: rows in another order than the ranks', an"
+                " unsupported op between matmul and collective, values sent as another dtype, or an unsupported matmul"
+                " or bias"
             )
         if (reason := form_of(site).why_no_sum(site, self.noun, self.sums and not scaled)) is not None:
             return reason
