@@ -169,7 +169,8 @@ def small_message() -> str:
 
 
 def models() -> str:
-    """An unchanged Hugging Face Llama, by layers, GPUs and tokens. Each stored run has a line."""
+    """An unchanged Hugging Face Llama, by the model whose layer sizes it has, GPUs and tokens. Each stored run has a
+    line."""
     lines = []
     for row in _read("models"):
         sites = ", ".join(f"{count} {name}" for name, count in row["sites"].items())

@@ -138,14 +138,14 @@ def _terms(site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
     return schedule_named(piece.schedule).exchange(site, piece)
 
 
-def _order(leaf: Layout, sent: Layout) -> list[tuple[int, Any]]:
-    """The order in which ``leaf`` holds the elements of ``sent`` (``SiteNodes.order_sent``): ``(number, size)`` of each
-    run, in the order of ``leaf``. A run is a sequence of atoms (factors of a dim: ``layouts.Atom``) that follow each
-    other in both layouts. Runs are numbered in the order of ``sent``. The list is empty if the orders are equal."""
+def _order(pieces: Layout, sent: Layout) -> list[tuple[int, Any]]:
+    """The order in which a site's pieces hold the elements of the tensor that is sent or received: ``(number, size)``
+    of each run, in the order of ``pieces``. The arguments are the layouts of ``SiteNodes.order_sent``. A run
+    is a sequence of atoms (factors of a dim: ``layouts.Atom``) that follow each other in both layouts. Runs are numbered in the order of ``sent``. The list is empty if the orders are equal."""
     places = {_key(atom): i for i, atom in enumerate(sent.flat())}
     runs: list[tuple[int, list[Atom]]] = []
     newest = None
-    for atom in leaf.flat():
+    for atom in pieces.flat():
         place = places.get(_key(atom), -1)
         if place < 0 and same_size(atom.size, 1):
             # An atom of size 1 may be in one layout only, and does not affect the order.

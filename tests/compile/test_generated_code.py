@@ -196,7 +196,8 @@ def test_nothing_in_flight_is_freed_or_reused(collective: Callable[..., torch.Te
         ):
             for hop in match[2].split(","):
                 in_flight[match[1]].pop(int(hop))
-            # A travelling accumulator is received before it is sent on, so nothing is in flight between its hops.
+            # An exchange is over after its last hop. Before that, it may have nothing in flight: a rank may receive a
+            # sum before it sends the sum on.
             last = (1 if match[3] == "broadcast" else WORLD_SIZE - 1) * sub_chunks - 1
             if not in_flight[match[1]] and int(hop) == last:
                 in_flight.pop(match[1])

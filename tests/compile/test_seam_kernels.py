@@ -80,8 +80,9 @@ def test_bands_of_four_ranks_share_kernels() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_one_matmul_multiplies_a_band_of_all_other_ranks() -> None:
-    """Each seam has one matmul a band for the three other ranks' rows before the scatter, and one for this rank's own
-    rows. Each matmul behind the gather is called twice a band: for this rank's rows, and for the other ranks' rows."""
+    """Before the scatter, each seam has one matmul for each band of the three other ranks' rows. One more matmul
+    computes all of this rank's own rows. Each matmul behind the gather is called twice a band: for this rank's rows,
+    and for the other ranks' rows."""
     bands = 4
     scatters, behind_gathers = 2 * (bands + 1), 3 * 2 * bands
     calls = [line for line in _lines(bands, 4) if "extern_kernels.mm(" in line]

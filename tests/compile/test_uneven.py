@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks whose graphs differ (uneven shards, a bias on one rank): their sites have equal ids, and all ranks move equal
-data in the same order."""
+"""Ranks whose graphs differ (uneven shards, a bias on one rank): their sites have equal ids, and all ranks run the
+same transfers, of the same sizes, in the same order."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ from tests.kernels.ranks import shared
 
 WORLD = 3
 IMPATIENT_NS, PATIENT_NS = 100_000, 10**15
-"""Two patiences in nanoseconds. The interpreter counts polls, one for each 1000 ns. ``IMPATIENT_NS`` is 100 polls.
+"""Two patiences in nanoseconds. In the interpreter, a wait does not measure time. It counts polls, and each poll counts
+as 1000 ns. So ``IMPATIENT_NS`` is 100 polls.
 ``PATIENT_NS`` outlasts any test."""
 SECONDS = 60.0
 IN_VAIN = r"site some site of group 'tp' timed out waiting for [a-z -]+ rank 2: expected call 2, saw call 1"

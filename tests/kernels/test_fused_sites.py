@@ -63,7 +63,8 @@ def _check_token_counts(rank: int, world_size: int, folder: str) -> list[str]:
             function, backend=interpreted(OverlapConfig(schedule="fused", mode="strict", max_tokens=100), reports)
         )
         b = torch.randn(right, generator=torch.Generator().manual_seed(rank)).half()
-        # 7 rows and 1 row are less than a tile. 60 rows are more than planned, and run without overlap.
+        # 7 rows and 1 row are less than a tile. 60 rows of each rank are more than 100 tokens, so they run without
+        # overlap.
         for rows in (24, 7, 1, 0, 60):
             rows *= 1 if name == "gather rows" else world_size
             rows += name == "all-reduce" and rows > 0

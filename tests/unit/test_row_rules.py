@@ -143,7 +143,7 @@ SUMS: dict[str, tuple[Op, str]] = {
         "sum",
     ),
     "sum over all": (lambda g, x: g.op("sum.default", x), "sum"),
-    "sum over the tokens' dim that is not 1": (
+    "sum over the tokens' dim whose size is not 1": (
         lambda g, x: g.op("sum.dim_IntList", g.view(x, 1, B * S, H), [1]),
         "sum",
     ),

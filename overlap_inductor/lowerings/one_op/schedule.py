@@ -339,8 +339,8 @@ def operands(site: OverlapSite) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def _why_not_right(left: torch.Tensor, right: torch.Tensor) -> str | None:
     if right.dtype != left.dtype or not right_operand_fits(right):
         return (
-            f"the right operand is {right.dtype}{list(right.shape)} with strides {list(right.stride())}; expected rows"
-            " or columns of whole 16-byte words"
+            f"the right operand is {right.dtype}{list(right.shape)} with strides {list(right.stride())}; expected"
+            f" {left.dtype}, and rows or columns of whole 16-byte words"
         )
     return None
 
