@@ -141,7 +141,8 @@ def _terms(site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
 def _order(pieces: Layout, sent: Layout) -> list[tuple[int, Any]]:
     """The order in which a site's pieces hold the elements of the tensor that is sent or received: ``(number, size)``
     of each run, in the order of ``pieces``. The arguments are the layouts of ``SiteNodes.order_sent``. A run
-    is a sequence of atoms (factors of a dim: ``layouts.Atom``) that follow each other in both layouts. Runs are numbered in the order of ``sent``. The list is empty if the orders are equal."""
+    is a sequence of atoms (factors of a dim: ``layouts.Atom``) that follow each other in both layouts. Runs are
+    numbered in the order of ``sent``. The list is empty if the orders are equal."""
     places = {_key(atom): i for i, atom in enumerate(sent.flat())}
     runs: list[tuple[int, list[Atom]]] = []
     newest = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks whose graphs differ (uneven shards, a bias on one rank): their sites have equal ids, and all ranks run the
+"""Ranks whose graphs differ (uneven shards, a bias on one rank): their sites have equal ids. All ranks run the
 same transfers, of the same sizes, in the same order."""
 
 from __future__ import annotations
