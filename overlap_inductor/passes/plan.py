@@ -6,8 +6,9 @@ The planner reads only facts that all ranks share. Pseudo-code::
     can  = [s for s in SCHEDULES if s is allowed and s.why_not(site) is None]
     cost = {s: s.seconds(site) for s in can}
     plan = s.where_it_pays(site) of the cheapest s in can that pays; keep if none pays
-           # if the host limits the graph, a plan that overlaps does not count
+           # if launches limit the graph's speed, plans with transfers during the matmul do not count
     if the token count is dynamic: replace plan by the first s.joined(plan of s, others' plans) that is not None
+           # others' plans: of the schedules that an op of s can call
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.stretch import StretchFacts
 from overlap_inductor.report import words
 
-TITLE = "sequence-parallel rewrite: stretches between all-reduces"
+TITLE = "sequence-parallel rewrite: stretches of all-reduces and token-wise work"
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ def compared(states: Sequence[GroupState], plan: ExchangePlan, known: bool) -> O
             found.append({})
             behind[number] = _left_behind(state)
     if known and len(states) == 1 and not behind[0] and _all_equal(states[0], plan, found[0]):
-        # All values are equal, so no verdict is needed. Ranks that wait for a late rank return once it has published.
+        # All values are equal, so no verdict is needed. A rank that still waits for a late rank's value needs none
+        # either: it will also find equal values.
         states[0].newest = plan
         return YES
     here = [_of_this_call(s, plan, values) for s, values in zip(states, found, strict=True)]
@@ -218,8 +219,8 @@ def _check_reachable(
             " the other ranks' (TORCH_LOGS=recompiles names them), or switch overlap off on all ranks"
             " (OVERLAP_INDUCTOR=off)."
         )
-    # If this rank has skipped a call (``MOVED``), the missing ranks ran their plain programs in that call. So the
-    # missing ranks are not inside the transfers of an agreed plan.
+    # ``MOVED``: this rank ran the other ranks' last call uncompiled, and told them so. Then they ran that call without
+    # overlap. So the missing ranks are not inside the transfers of an agreed plan.
     if missing and state.newest is not None and state.mark != MOVED:
         ranks = ", ".join(str(global_rank(group, r)) for r in missing)
         raise AgreementError(
@@ -368,7 +369,8 @@ def raise_if_others_overlap(states: Sequence[GroupState], plan: ExchangePlan, st
         try:
             values = call_board.values(state, plan, time.monotonic() + seconds_to_wait(state.group, plan, known=False))
         except Overwritten:
-            # A rank that is ``CALLS`` or more calls ahead is not inside transfers with this rank.
+            # If the other rank's host waited in transfers with this rank, it could not be so many calls ahead. Kernels
+            # on a GPU may still wait there. They time out, and their rank raises.
             continue
         plans = call_board.plans(state, values, plan)
         others = {global_rank(state.group, r): p for r, p in plans.items() if p.overlaps}

@@ -79,8 +79,8 @@ def _over_tokens(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _of_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """A band must hold a part of every rank's slice. Here each row goes to one rank only, so
-    neighbouring rows make no band."""
+    """Here a band is neighbouring rows of the product, and must hold a part of what each rank gets. In this program,
+    each row goes to one rank only, so there is no such band."""
     y = x @ w
     return exchange(y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
 

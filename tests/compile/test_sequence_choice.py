@@ -58,8 +58,8 @@ def test_auto_rewrites_large_stretches_and_keeps_small_ones() -> None:
 
 
 def test_auto_guards_a_symbolic_number_of_tokens_where_the_choice_changes() -> None:
-    """One guard compares the number of tokens with a threshold. If the rewrite may pay, another guard says whether the
-    ranks divide the tokens evenly. There is no other guard."""
+    """One guard compares the number of tokens with a threshold. If a first rough estimate does not rule the rewrite
+    out, another guard says whether the ranks divide the tokens evenly. There is no other guard."""
     with fake_group(8), planning_for(H200):
         large, middle, small = (layer(tokens, dynamic=True) for tokens in (16384, 1024, 16))
         (rewritten,), (kept,), (few,) = (

@@ -99,9 +99,8 @@ def test_gather_on_another_dim(data: st.DataObject, shard: list[int], world_size
 @many
 @given(st.data(), shards, world_sizes)
 def test_rows_of_a_rank(data: st.DataObject, shard: list[int], world_size: int) -> None:
-    """``ShardedDim`` splits an index of the sharded dim into (outer, rank, chunk), even if the gathered dim was merged
-    with its neighbours. ``outer`` is the index of a group with one chunk of every rank. ``chunk`` is
-    the index of a row in its chunk."""
+    """``ShardedDim``: the dim consists of ``outer`` blocks. Each block holds ``chunk`` rows of rank 0, then ``chunk``
+    rows of rank 1, and so on. This is so even if the gathered dim was merged with its neighbours."""
     target = data.draw(st.integers(0, len(shard) - 1))
     raw = Layout.gathered(shard, world_size)
     moved = raw.move_rank(0, target)

@@ -114,8 +114,8 @@ def prepare_reduce_scatter(
     tail: Tail,
 ) -> Callable[..., None]:
     """Prepare the kernel. The returned function launches the kernel with ``(a, b, out, bias)`` and ``tail.operands``.
-    The shapes are ``a [world_size * rows, K]``, ``b [K, N]``, ``out [rows, N]``. Without a bias, pass ``out`` in its
-    place.
+    The shapes are ``a [world_size * rows, K]``, ``b [K, N]``, ``out [rows, N]``. If ``bias``
+    is ``None`` here, give the returned function ``out`` in place of a bias.
 
     Raises:
         UnsupportedError: the kernel does not support its operands, or ``launch.slot`` is too small. The slot is the

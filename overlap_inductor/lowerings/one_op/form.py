@@ -104,10 +104,11 @@ def form_of(site: OverlapSite) -> RowsForm:
 def served(site: OverlapSite) -> OverlapSite:
     """The site with only those matmuls that one op can compute together.
 
-    * Gather: the plain matmuls that read the gathered tensor in the shape and dtype of the first of them. The others,
-      for example a weight's gradient, read the gathered tensor that the op returns.
-    * All-to-all before the matmuls: likewise, with the exchanged tensor in place of the gathered one. If there is no
-      such matmul, those that contract the exchanged dim.
+    * Gather: the plain matmuls with the gathered dim as M or N. All read the gathered tensor in one shape and dtype,
+      that of the first of them. The others, for example a weight's gradient, read the gathered tensor that the op
+      returns.
+    * All-to-all before the matmuls: likewise, with the exchanged tensor in place of the gathered one. If no matmul has
+      the exchanged dim as M or N, those that contract it.
 
     Returns ``site`` unchanged if the op can compute all matmuls or none. A gather with scaled and plain matmuls is
     returned unchanged, too.

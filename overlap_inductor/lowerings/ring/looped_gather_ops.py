@@ -38,7 +38,8 @@ class Form:
         operand: the operand that the slices form: ``lhs`` or ``rhs``.
         role: the role of the joined dim: M, N or K.
         transposed: whether a slice ``s_r`` in the formulas above is the shard transposed. For ``rhs``, the formulas are
-            those of the transposed matmul. So ``False`` means that the matmul itself reads each shard transposed.
+            those of the transposed matmul. So for ``rhs``, ``False`` means that the program's own matmul reads each
+            shard transposed.
     """
 
     operand: str
