@@ -31,10 +31,10 @@ relies on its bound to end:
 * Every other wait begins when all tiles are taken. Each tile is then finished, or is held by a block that multiplies it
   before that block waits.
 * A push waits only for credits and for tiles of this rank. So all pushes end.
-* A sum waits for credits, for its own tile, and for the pushes of its band on all ranks. A block waits for a sum only
-  when no push is left to claim. So all sums end.
-* A copy waits for the sums of its band on one peer. A block waits for a copy only when no sum is left to claim. So all
-  copies end.
+* A sum waits for credits, for its own tile, and for the pushes of its band on all ranks. A block waits until its
+  sum is ready only when no push is left to claim. So all sums end.
+* A copy waits for the sums of its band on one peer. A block waits until its copy is ready only when no sum is left
+  to claim. So all copies end.
 
 Memory ordering. After a tile's bulk stores come ``store_fence``, a barrier, and one thread's releasing add to a word of
 ``ready`` (GPU scope). A block that sends or sums the tile acquires that word, clears it, and loads the tile. These
@@ -255,7 +255,7 @@ def matmul_all_reduce(
         part_rows, parts: rows of a band, a multiple of ``BLOCK_M``; bands of a shard.
         queues: ``[QUEUE_WORDS + (WORLD + 1) * parts]``. Words 0 to 4 count claimed tiles, finished blocks,
             claimed pushes, claimed sums and claimed copies. Word 6: ``NOTHING_QUEUE``. Words from ``QUEUE_WORDS`` on
-            count the stored pushes of each rank and band, then the stored sums of each band.
+            count this rank's stored pushes to each rank, by band, then its stored sums of each band.
         SLAB: rows of a tile that are summed or copied at once.
     """
     call = tl.load(calls)

@@ -98,6 +98,8 @@ class SiteFootprint:
         return [self._line(names), *further]
 
     def _line(self, names: _Names) -> str:
+        # For example `` cut [48] on dim 0 in order [1, 0] of [4, 8]``: the sizes of the dims that are cut, which dims
+        # they are, the runs' numbers (``_order``), and the runs' sizes.
         cut = f" cut {names.shape(self.cut[0])}{self.cut[1]}" if self.cut is not None else ""
         if self.order:
             cut += f" in order {[place for place, _ in self.order]} of {names.shape([size for _, size in self.order])}"
@@ -139,10 +141,10 @@ def _terms(site: DecidedSite, piece: PlanPiece) -> ExchangeTerms:
 
 
 def _order(pieces: Layout, sent: Layout) -> list[tuple[int, Any]]:
-    """The order in which a site's pieces hold the elements of the tensor that is sent or received: ``(number, size)``
-    of each run, in the order of ``pieces``. The arguments are the layouts of ``SiteNodes.order_sent``. A run
-    is a sequence of atoms (factors of a dim: ``layouts.Atom``) that follow each other in both layouts. Runs are
-    numbered in the order of ``sent``. The list is empty if the orders are equal."""
+    """How the order of elements differs between two layouts (``SiteNodes.order_sent``): ``pieces``, in which a site's
+    pieces are sent or received, and ``sent``, that of the collective's tensor. A *run* is a sequence of atoms (factors
+    of a dim: ``layouts.Atom``) that follow each other in both layouts. Runs are numbered in the order of ``sent``.
+    Returns ``(number, size)`` of each run, in the order of ``pieces``. The list is empty if the orders are equal."""
     places = {_key(atom): i for i, atom in enumerate(sent.flat())}
     runs: list[tuple[int, list[Atom]]] = []
     newest = None

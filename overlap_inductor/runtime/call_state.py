@@ -48,8 +48,8 @@ class GroupState:
         overlapped: for each agreed plan, its collectives.
         told: digests of plans whose text this rank has published. The word ``"here"`` is also in the set, if this
             rank has published that it compiles with overlap on (``call_board.announce``).
-        reported: the differences that were logged, as tuples of digests. ``("uncompiled",)`` stands for every verdict
-            ``ONCE`` (``call_board``).
+        reported: the differences that were logged, as tuples of digests. ``("uncompiled",)`` is in the set if a
+            difference with verdict ``ONCE`` (``call_board``) was logged. All such differences share this entry.
         newest: the plan that was agreed upon last.
         apart: why overlap is disabled for the group; ``""`` if it is not.
         page: the group's call page, shared memory to which each rank writes its value for a call. ``None`` before the

@@ -46,7 +46,7 @@ _WAITED_FOR = {
     layout.WAIT_PART: "rows from",
     layout.WAIT_PARTIALS: "partial sums from",
     layout.WAIT_RESULT: "finished rows from",
-    layout.WAIT_TURN: "another receiver to get its rows from",
+    layout.WAIT_TURN: "the rank that it sends to next to get rows from",
 }
 _OVER = "No result of this group is valid any more: destroy the group, or end the process."
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``GroupedMatmul``: a grouped matmul, the row-wise ops around it and the index after it, taken as one matmul.
 
-A mixture of experts sorts its ``(token, expert)`` pairs by expert, and an index later restores their order. A region
-(``passes.find_region``) takes all these nodes as one matmul with the result ``out``::
+A mixture of experts sorts its ``(token, expert)`` pairs by expert, and an index later restores their order. The
+search for a site's matmuls (``passes.find_region``) takes all these nodes as one matmul with the result ``out``::
 
     x    = row_steps(...)                                                # the experts' first matmul, an activation
     y    = _grouped_mm(x, w, ends)                                       # rows in the experts' order
@@ -171,7 +171,8 @@ def _computed_rows(top: fx.Node) -> list[fx.Node] | None:
     """One grouped matmul and the pointwise ops that compute ``top`` from its result, in graph order.
 
     ``None`` if ``top`` is not a matrix, or if there is not exactly one grouped matmul within ``STEPS`` nodes. Also
-    ``None`` if ``cut_by_rows`` is ``None`` for a tensor that an op reads.
+    ``None`` if a pointwise op reads a tensor that has neither an entry for each row nor the same values for all rows
+    (``cut_by_rows``).
     """
     found: dict[fx.Node, bool] = {}
     shape = tools.shape(top)

@@ -43,7 +43,7 @@ class RowProgram:
 
     Attributes:
         ops: name, arguments and keyword arguments of each op.
-        result: the number of the value that is returned.
+        result: the number of the value that is the program's result (``run`` returns all values).
         width, dtype: the row size and the dtype of this value.
     """
 

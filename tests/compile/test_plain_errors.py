@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's own errors reach the caller of a compiled function with their message and attributes. They show frames
-of torch only if Dynamo is verbose."""
+"""The package's own errors reach the caller of a compiled function with their message and attributes. Their
+tracebacks show frames of torch and of this package only if Dynamo is verbose."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ def test_the_gathered_tensor_is_copied_during_the_last_chunk(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("queues", "what"), [("", "another receiver to get its rows from rank 2"), ("2", "rows from rank 1")]
+    ("queues", "what"), [("", "the rank that it sends to next to get rows from rank 2"), ("2", "rows from rank 1")]
 )
 def test_a_turn_that_never_comes(monkeypatch: pytest.MonkeyPatch, queues: str, what: str) -> None:
     """Rank 0 sends to rank 1 only after rank 1 has the rows of rank 2. Here rank 2 sends nothing, so rank 0's wait for

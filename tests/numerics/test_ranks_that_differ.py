@@ -424,8 +424,8 @@ def _alone_in_a_group(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_a_group_of_one_rank_where_others_have_more() -> None:
     """Ranks agree in rounds. In each round, a rank publishes a verdict and reads the verdicts of other ranks. The
-    number of rounds depends on the groups in the plan. The smaller group is in the plans of ranks 1 and 2, but not in
-    rank 0's. No rank may wait for a round in which others take no part."""
+    number of rounds depends on the groups in the plan. The group of ranks 1 and 2 is in their plans. Rank 0's own
+    group has one rank, so it is in no plan. No rank may wait for a round in which others take no part."""
     results = run_ranks(3, _alone_in_a_group, timeout=120)
     assert all(r["problems"] == [] for r in results) and sum(len(r["warnings"]) for r in results) == 1, results
 

@@ -130,7 +130,7 @@ def _constants(rank: int, world_size: int, parts: list[list[int]]) -> tuple[list
 @pytest.mark.parametrize("parts", [[[1, 4], [0, 2]], [[2, 2], [2, 3]]])
 def test_constant_parts(parts: list[list[int]]) -> None:
     """Ranks agree although the constants in their graphs differ. If the parts of one rank happen to be all of one size,
-    this rank's plan differs, and all ranks run the graph as written."""
+    this rank's plan differs. Then all ranks still compile the site as overlapped, but run the plain program."""
     results = run_ranks(2, _constants, parts, timeout=300)
     assert [problems for problems, _, _ in results] == [[], []]
     assert [status for _, _, status in results] == [["overlapped"]] * 2
@@ -157,7 +157,7 @@ def _generated(rank: int, world_size: int) -> tuple[list[str], list[list[str]]]:
 
 
 def test_generated_code_serves_all_counts() -> None:
-    """Inductor must be able to write all sizes into its code, and must not recompile for other counts."""
+    """The sizes are symbols. Generated code must compute each of them. Other counts must not make it compile again."""
     for rank, (problems, patterns) in enumerate(run_ranks(2, _generated, timeout=400)):
         assert problems == [], f"rank {rank}"
         assert patterns == [[RECEIVED, SENT], [RECEIVED, SENT]]

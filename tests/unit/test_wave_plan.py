@@ -87,7 +87,7 @@ def test_a_slow_link_starts_early_and_a_fast_one_ends_with_little() -> None:
 
 def test_cuts_are_ends_of_waves_and_few() -> None:
     waves = Waves(16, 32, 116, 1e-5, 2048, 128, 16384)
-    assert cuts(waves) == (0, 3, 7, 10, 14, 16), "a wave of 116 tiles ends in the 4th band, the next in the 8th, ..."
+    assert cuts(waves) == (0, 3, 7, 10, 14, 16), "a wave of 116 tiles completes 3 bands, two waves complete 7, ..."
     assert cuts(Waves(4, 256, 116, 1e-5, 512, 128, 16384)) == (0, 1, 2, 3, 4), "a wave is less than a band"
     many = Waves(1024, 32, 116, 1e-5, 131072, 128, 16384)
     assert (

@@ -32,10 +32,10 @@ def computes(pattern: str, nodes: ReduceNodes) -> bool:
 
 
 def biases_of(nodes: ReduceNodes) -> reduced_rows.Biases | None:
-    """The bias of each matmul; ``None`` if the site computes more than a sum of matmuls and biases. The sum may be
-    cast: the op reduces in the cast's dtype."""
-    terms = nodes.computed
-    return reduced_rows.biases_of(nodes, terms if len(terms) > 1 else [_before_cast(terms[0], nodes)])
+    """The bias of each matmul; ``None`` if the site computes more than a sum of matmuls and biases. If the
+    site has one collective, a cast may stand before it: the op reduces in the cast's dtype."""
+    inputs = nodes.computed
+    return reduced_rows.biases_of(nodes, inputs if len(inputs) > 1 else [_before_cast(inputs[0], nodes)])
 
 
 def planned_biases(nodes: ReduceNodes) -> reduced_rows.Biases:
