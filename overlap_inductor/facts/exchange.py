@@ -24,9 +24,9 @@ class ExchangePlan:
         mode: the switch (``off``, ``report``, ``on``, ``strict``).
         steps: one line for each collective that all ranks of a group call, in the order of their calls. Then one line
             for each stretch whose tokens the sequence-parallel rewrite divides among the ranks. Then one line for each
-            group with a site of schedule ``early_start``. The rewrite makes all collectives of such a group run in the
-            graph's order. Sends, receives, collectives of groups of one rank, and ops of namespaces ``c10d`` and
-            ``c10d_functional`` have no line.
+            group with a site of schedule ``early_start``. All collectives of such a group run in the graph's order.
+            Sends, receives, collectives of groups of one rank, and ops of namespaces ``c10d`` and ``c10d_functional``
+            have no line.
         overlaps: whether at least one line is that of an overlapped transfer or of a stretch whose tokens are divided.
         config: the switches. Not in the digest.
         groups: this rank's names of the groups g0, g1, ... of the steps: one tuple, or one for each of ``parts``. Not

@@ -286,9 +286,9 @@ def guarded(plain: Any, examples: Sequence[Any]) -> Any:
         if sizes not in passed:
             if not env.evaluate_guards_expression(expression, list(sizes)):
                 raise OverlapError(
-                    "the ranks differ, and the plain program of this graph does not serve the sizes"
-                    f" {list(sizes)} of this call (expected {expression}). Call torch._dynamo.reset(), or switch"
-                    " overlap off on all ranks (OVERLAP_INDUCTOR=off)."
+                    "this graph runs without overlap, because the ranks differ or a rank cannot overlap. But its plain"
+                    f" program was compiled for other sizes than {list(sizes)} of this call (expected {expression})."
+                    " Call torch._dynamo.reset(), or switch overlap off on all ranks (OVERLAP_INDUCTOR=off)."
                 )
             passed.add(sizes)
         return plain(inputs)

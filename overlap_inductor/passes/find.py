@@ -73,8 +73,9 @@ class SiteFinder:
 
     def owned(self) -> set[fx.Node]:
         """The matmuls of the sites found so far and of all early sites, without those of ``idle``. All-reduces
-        whose results are added are one site, which is found at the first of them. The site's matmuls may stand further
-        down in the graph, and may belong to an early site that ``run`` has not reached. So all early sites count."""
+        whose results are added are one site, which is found at the first of them. Such a site also looks for its
+        matmuls further down in the graph. Another site there, an early one that ``run`` has not reached, may own such a
+        matmul. So all early sites count."""
         early = [(node, m.nodes) for (_, node), m in self._early.items() if isinstance(m, Match)]
         found = [(s.collectives[0].node, s.nodes) for s in self.sites]
         return {m.node for node, nodes in early + found if node.name not in self.idle for m in nodes.matmuls}

@@ -346,7 +346,8 @@ def used_elsewhere(collectives: list[CollectiveNode], tracer: Tracer) -> Reason 
 
 
 def _not_in_rows(tracer: Tracer, sharded: ShardedDim, layout: Layout) -> Reason | None:
-    """Why a part of an uneven all-to-all cannot be computed from the same rows of each matmul, or ``None``."""
+    """Why a site with an uneven all-to-all must stay as written, or ``None``. Each row that is sent must come from the
+    same row of each matmul, and only views, casts and sums may stand between."""
     leaf = tracer.leaves[0].node
     one_row = sharded.dim == 0 and not sharded.before and not sharded.after
     if not one_row or not layout.same_elements(tracer.layouts[tracer.root]):

@@ -65,8 +65,8 @@ class ReceivedNodes(GatherNodes):
     """all-to-all -> views and pointwise ops -> matmuls.
 
     Attributes:
-        source: the tensor that is sent: the collective's input, or the tensor of which the input is a view or a
-            permuted copy.
+        source: the tensor whose elements are sent, in layout ``raw``: the collective's input, or the tensor of which
+            the input is a view or a permuted copy.
         source_layout: layout of ``source``, in the atoms of ``raw``.
         given: layout of the collective's result.
         raw: layout of what is sent: one slice for each rank. Within a slice, elements have the order in which the first

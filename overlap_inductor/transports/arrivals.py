@@ -20,8 +20,9 @@ BLOCK, BLOCKS_AN_SM = 2048, 4
 
 
 def wait_kernel(launch: Launch, transfer: Transfer, first: int, last: int, kind: int) -> PreparedKernel:
-    """A kernel that holds the stream until parts ``first .. last - 1`` of the peers' transfers have arrived, or until
-    the group is aborted. ``kind``: one of ``WAIT_...`` in ``kernels.layout``, for the fault record."""
+    """A kernel that holds the stream until parts ``first .. last - 1`` have arrived, or until the group is aborted.
+    Parts are numbered from peer to peer: part ``u`` is part ``u % parts`` of the shard that comes from the peer at
+    distance ``u // parts + 1``. ``kind``: one of ``WAIT_...`` in ``kernels.layout``, for the fault record."""
     fixed = {
         **call_arguments(wait_for_parts, launch),
         "index": transfer.index,

@@ -29,7 +29,8 @@ still run. These copies do no harm:
   2. After its last read of the workspace, the peer's call looks at its abort word. If the word is set, the call sets
      its results to NaN (``kernels.transfer.spoil``).
 
-  This is the order of a sequence lock: the writer announces, then writes; the reader reads, then looks. A rank also
+  This is the order of a sequence lock. The writer (the rank without a credit) sets the abort words, then writes. The
+  reader (the slow peer) reads, then looks at its abort word. A rank also
   looks before it signals sums to other ranks.
 * A later call does not start, because its host checks first (``FaultRecord.check``).
 

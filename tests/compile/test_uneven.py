@@ -126,7 +126,7 @@ def test_sizes_of_uneven_shards_round_to_the_same(total: int, world_size: int) -
 
 @pytest.mark.parametrize("budget", range(20, 90, 10))
 def test_a_bias_of_one_rank_does_not_change_which_sites_are_unrolled(budget: int) -> None:
-    """One rank has no bias, one has a bias inside the matmul, and one adds a bias after the matmul. All ranks must
+    """A rank may have no bias, a bias inside the matmul, or a bias that is added after the matmul. All ranks must
     unroll the same sites."""
     with fake_group(2):
         reports = [

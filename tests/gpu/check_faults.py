@@ -7,10 +7,12 @@
     python -m tests.gpu.check_faults --ranks 3 --ranks-share-gpus --schedule small_message --way two_shot --only uneven
 
 The command starts the ranks itself, because a launcher would end all ranks when one dies. Each scenario has ranks of
-its own. The ranks of all scenarios start together. Each rank imports and compiles, then waits for its scenario.
+its own. The ranks of all scenarios start together and import. The ranks of scenario ``well`` compile first. Then the
+others compile, and each waits for its scenario.
 
 The command prints one JSON row per scenario. ``found`` is the error of rank 0. In most scenarios, the last rank is
-killed, or does not call in time. Then every other rank must get an error, even if none of its kernels waited. With
+killed, or makes no call before its peers' waits time out. Then every other rank must get an error, even if none of its
+kernels waited. In scenario ``late``, the last rank calls before the waits time out, so no rank may get an error. With
 ``--ranks-share-gpus``, NCCL is not used.
 """
 

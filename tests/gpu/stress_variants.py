@@ -42,7 +42,7 @@ class Variant:
         """The op's settings for a call. ``rows``: rows of a shard; for an all-reduce, of the whole matmul."""
         if self.schedule != "wave_groups":
             return json.dumps(self.fixed, sort_keys=True)
-        # A fixed partition with two groups of waves: the first band, and all other bands.
+        # A fixed partition of the rows of tiles into two groups of waves: the first row of tiles, and all others.
         bands = -(-rows // self.fixed.get("block_m", 128))
         return json.dumps({**self.fixed, "partition": [0, 1, bands] if bands > 1 else [0, 1]}, sort_keys=True)
 

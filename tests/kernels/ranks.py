@@ -111,7 +111,7 @@ class SharedWorkspace:
             torch.zeros(self.data.shape[1] // 256, dtype=torch.int32),
         )
         faults = self.faults(rank)
-        return Launch(rank, world_size, slot, faults, faults.number("some site"), patience_ns)
+        return Launch(rank, world_size, slot, faults, faults.number("site_7"), patience_ns)
 
 
 def exact(pattern: str, a: torch.Tensor, b: torch.Tensor, bias: bool, average: bool, rows: int) -> list[torch.Tensor]:

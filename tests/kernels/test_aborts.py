@@ -37,7 +37,7 @@ IMPATIENT_NS, PATIENT_NS = 100_000, 10**15
 as 1000 ns. So ``IMPATIENT_NS`` is 100 polls.
 ``PATIENT_NS`` outlasts any test."""
 SECONDS = 60.0
-IN_VAIN = r"site some site of group 'tp' timed out waiting for [a-z -]+ rank 2: expected call 2, saw call 1"
+IN_VAIN = r"site site_7 of group 'tp' timed out waiting for [a-z -]+ rank 2: expected call 2, saw call 1"
 FIRST = "rank 0 gave up first: "
 
 

@@ -157,7 +157,7 @@ def test_a_peer_that_never_comes(pattern: str, what: str) -> None:
     """The call ends, and its result is NaN. The next call raises an error that names the site and the peer."""
     launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
     assert _call(pattern, launch).isnan().all()
-    with pytest.raises(TransferError, match=f"some site of group 'tp' timed out waiting for {what}: expected call 1"):
+    with pytest.raises(TransferError, match=f"site_7 of group 'tp' timed out waiting for {what}: expected call 1"):
         _call(pattern, launch)
 
 

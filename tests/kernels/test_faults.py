@@ -55,7 +55,7 @@ def _loses_its_peer(pattern: str, launch: Launch) -> None:
     with pytest.raises(
         TransferError,
         match=(
-            f"some site of group 'tp' timed out waiting for {PATTERNS[pattern][0]} from rank 1: expected call 2, saw"
+            f"site_7 of group 'tp' timed out waiting for {PATTERNS[pattern][0]} from rank 1: expected call 2, saw"
             " call 1"
         ),
     ):
@@ -72,7 +72,7 @@ def _peer_skips(rank: int, workspace: SharedWorkspace, pattern: str, finished: t
     while not int(finished[0]):
         time.sleep(0.01)
     # Rank 1 made no second call before rank 0 gave up. So the second call of rank 1 raises.
-    missed = f"site some site of group 'tp' timed out waiting for {PATTERNS[pattern][0]} from rank 1"
+    missed = f"site site_7 of group 'tp' timed out waiting for {PATTERNS[pattern][0]} from rank 1"
     with pytest.raises(TransferError, match=f"rank 0 gave up first: {missed}: expected call 2, saw call 1"):
         _call(pattern, launch)
     assert launch.slot.calls.tolist() == [1]
@@ -129,7 +129,7 @@ def test_replays_without_a_peer_end(capfd: pytest.CaptureFixture[str]) -> None:
     _run(_replays_without_its_peer, ends=(-signal.SIGABRT, -signal.SIGKILL))
     said = capfd.readouterr().err
     assert (
-        "site some site of group 'tp' timed out waiting for partial sums from rank 1" in said
+        "site site_7 of group 'tp' timed out waiting for partial sums from rank 1" in said
         and "The process ends now" in said
     )
     assert "_replays_without_its_peer" in said, "the stack of the program is not printed"

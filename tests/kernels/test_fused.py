@@ -181,7 +181,7 @@ def test_a_peer_that_never_comes(pattern: str, what: str, slices: int, pushers: 
     function(a, b, launch, p)
     with pytest.raises(
         TransferError,
-        match=f"site some site of group 'tp' timed out waiting for {what} from rank 1: expected call 1, saw call 0",
+        match=f"site site_7 of group 'tp' timed out waiting for {what} from rank 1: expected call 1, saw call 0",
     ):
         function(a, b, launch, p)
     assert launch.slot.calls.tolist() == [1]

@@ -234,7 +234,7 @@ def test_a_peer_that_never_comes(pattern: str, what: str) -> None:
     launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
     first, *others = _call(pattern, launch).chunk(3)
     assert (first == 32).all() and all(other.isnan().all() for other in others)
-    with pytest.raises(TransferError, match=f"some site of group 'tp' timed out waiting for {what}: expected call 1"):
+    with pytest.raises(TransferError, match=f"site_7 of group 'tp' timed out waiting for {what}: expected call 1"):
         _call(pattern, launch)
 
 

@@ -45,7 +45,7 @@ def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, sca
         run = wave_groups.matmul_reduce_scatter if scatters else wave_groups.matmul_all_reduce
         rows = 32 * world_size if scatters else 32
         right = torch.ones(32, 16).half().t()
-        return run(torch.full((rows, 16), value).half(), right, group, PARAMETERS, "some site")
+        return run(torch.full((rows, 16), value).half(), right, group, PARAMETERS, "site_7")
 
     assert (call(1) == 16 * world_size).all()
     # The host checks nothing before a call, as in a replayed CUDA graph.
@@ -69,7 +69,7 @@ def _tiles_come_late(rank: int, world_size: int, folder: str, reached: bool, sca
     del faults.check
     first = "" if rank == 0 else "rank 0 gave up first: "
     if reached or rank == 0:
-        site = f"site some site of group '{group.group_name}' timed out waiting for tiles of its own matmul"
+        site = f"site site_7 of group '{group.group_name}' timed out waiting for tiles of its own matmul"
         with pytest.raises(TransferError, match=f"{first}{site}: expected [26], saw 0"):
             call(4)
 

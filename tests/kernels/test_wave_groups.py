@@ -215,7 +215,7 @@ def waves() -> Iterator[wave_groups.GroupWaves]:
 
 
 def _call(waves: wave_groups.GroupWaves, parameters: WaveParameters = PARAMETERS) -> torch.Tensor:
-    return wave_groups.matmul_all_reduce(A, B, waves.place.group, parameters, "some site")
+    return wave_groups.matmul_all_reduce(A, B, waves.place.group, parameters, "site_7")
 
 
 def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
@@ -225,14 +225,14 @@ def test_tiles_that_never_come(waves: wave_groups.GroupWaves) -> None:
     waves.counters[2 * FLAG_WORDS] = 3
     c = torch.zeros(64, 16).half()
     wait_for_group[(1,)](
-        waves.counters, c, place.faults.stop, 20_000, 2, 5, place.faults.number("some site"), 0, 160, 320, 256
+        waves.counters, c, place.faults.stop, 20_000, 2, 5, place.faults.number("site_7"), 0, 160, 320, 256
     )
     assert c.flatten()[160:480].isnan().all() and not c.flatten()[:160].any() and not c.flatten()[480:].any(), (
         "the elements that are NaN are not exactly those of the group"
     )
     with pytest.raises(
         TransferError,
-        match="site some site of group '0' timed out waiting for tiles of its own matmul: expected 5, saw 3",
+        match="site site_7 of group '0' timed out waiting for tiles of its own matmul: expected 5, saw 3",
     ):
         _call(waves)
 
@@ -241,7 +241,7 @@ def test_a_group_that_lies_across_element_2_to_31_becomes_nan(waves: wave_groups
     place, first = waves.place, 2**31 - 256
     # The memory is a sparse file. Only the pages that are written need space.
     c = torch.from_file(str(tmp_path / "c"), shared=True, size=first + 768, dtype=torch.float16)
-    number = place.faults.number("some site")
+    number = place.faults.number("site_7")
     wait_for_group[(1,)](waves.counters, c, place.faults.stop, 20_000, 0, 5, number, 0, first, 512, 256)
     around = c[first - 256 :].isnan()
     assert around.tolist() == [False] * 256 + [True] * 512 + [False] * 256
@@ -282,7 +282,7 @@ def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeyp
     monkeypatch.setattr(symmetric, "capturing", lambda: True)
     with pytest.raises(
         OverlapError,
-        match="site some site has no measured partition yet, .* Run the compiled function once before capturing it",
+        match="site site_7 has no measured partition yet, .* Run the compiled function once before capturing it",
     ):
         _call(waves)
     monkeypatch.setattr(symmetric, "capturing", lambda: False)
@@ -292,7 +292,7 @@ def test_nothing_is_measured_in_a_capture(waves: wave_groups.GroupWaves, monkeyp
     # Another inner size needs another kernel, which would be loaded during the capture.
     a, b = A[:, :16].contiguous(), B[:16].t().contiguous().t()
     with pytest.raises(OverlapError, match="Run the compiled function once before capturing it"):
-        wave_groups.matmul_all_reduce(a, b, waves.place.group, PARAMETERS, "some site")
+        wave_groups.matmul_all_reduce(a, b, waves.place.group, PARAMETERS, "site_7")
 
 
 def test_tables_of_partitions_run_out(waves: wave_groups.GroupWaves) -> None:
@@ -317,8 +317,8 @@ def test_a_group_that_is_destroyed_leaves_no_counters(waves: wave_groups.GroupWa
 def test_unsupported_operands_and_partitions_are_refused(waves: wave_groups.GroupWaves) -> None:
     group = waves.place.group
     with pytest.raises(UnsupportedError, match="63 rows cannot be cut into 2 equal shards"):
-        wave_groups.matmul_reduce_scatter(A[:63], B, group, PARAMETERS, "some site")
+        wave_groups.matmul_reduce_scatter(A[:63], B, group, PARAMETERS, "site_7")
     with pytest.raises(UnsupportedError, match="fp16 or bf16"):
-        wave_groups.matmul_all_reduce(A.float(), B.float(), group, PARAMETERS, "some site")
+        wave_groups.matmul_all_reduce(A.float(), B.float(), group, PARAMETERS, "site_7")
     with pytest.raises(OverlapError, match="does not cut 4 bands"):
         _call(waves, replace(PARAMETERS, partition=(0, 1, 2)))

@@ -44,8 +44,8 @@ RANDOM = {"refused: no_token_wise_work"}
 # ``{block: (all-reduces, rewritten all-reduces, overlapped sites, reasons why other all-reduces are left)}``.
 EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "[B, S, H], odd, accumulated gradients": (6, 6, 10, set()),
-    # Dropout needs all tokens, so the forward's all-reduces are not rewritten. In the backward, the backward of a norm
-    # follows each all-reduce, so these all-reduces are rewritten.
+    # Each rank must draw dropout's random numbers of all tokens, so the forward's all-reduces are not rewritten. In the
+    # backward, the backward of a norm follows each all-reduce, so these all-reduces are rewritten.
     "dropout": (6, 3, 7, RANDOM),
     "autocast": (6, 6, 10, set()),
     "each layer compiled": (4, 4, 6, set()),

@@ -46,8 +46,8 @@ def variants(by_hand: bool, checkpointing: str, pairs: bool = False) -> list[Var
     return [Variant(*rest, checkpointing, by_hand) for rest in layouts]
 
 
-# The variants that run in generated code. They cover both orders of batch and sequence, with batch 2. The hand-written
-# block recomputes in backward.
+# The variants that run in generated code. They cover both orders of batch and sequence, with batch 2. The backward of
+# the hand-written block recomputes (selective checkpointing).
 GENERATED = {
     (False, "none"): [Variant(0, 2, True, "none")],
     (True, "selective"): [Variant(1, 2, False, "selective", True)],

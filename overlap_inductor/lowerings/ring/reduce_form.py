@@ -88,8 +88,8 @@ class ReduceRing:
 
     def cut(self, site: OverlapSite, parts: int, unrolled: bool) -> tuple[list[Size], str] | None:
         """Returns ``(sizes, words)``, as ``SiteNodes.cut``. The words are text that ranks compare. A looping op
-        needs the rows in the order of the ranks that get their sums: first the rows for rank 0, then for rank 1,
-        and so on. If the op's rows must be brought into this order, the words end with ``" rows in front"``."""
+        needs the rows in the order of the ranks that get their sums: first rank 0's, then rank 1's, and so
+        on. If the op's rows must be brought into this order, the words end with ``" rows in front"``."""
         nodes = nodes_of(site, ReduceNodes)
         sizes, words = nodes.cut()
         outer = nodes.sharded.outer

@@ -7,7 +7,8 @@
     kept = cat(pieces of all bands)                    # for each result that is also read elsewhere
     wait for all hops                                  # where the program waits
 
-One matmul computes a band. The band is written to memory once, in the order in which its parts are sent.
+One matmul computes a band. The band is written to memory once, as one contiguous part for each rank.
+So a part is sent without a copy.
 """
 
 from __future__ import annotations
@@ -75,9 +76,10 @@ def _joined(emit: StepEmitter, nodes: BandedNodes, node: fx.Node, pieces: list[f
 
 
 def _pieces(emit: StepEmitter, nodes: BandedNodes, start: Size, length: Size, after: fx.Node | None) -> BandPieces:
-    """Write the matmul of one band. Returns the band's ``BandPieces``. ``nodes.band`` is the atom (``sites.layouts``)
-    of the matmul's rows that is cut into bands. The band has ``length`` indices of this atom, from index ``start`` on.
-    Each index stands for ``nodes.unit`` rows. ``after``: the token of the last send, if any."""
+    """Write the matmul of one band. Returns the band's ``BandPieces``. The matmul's rows are
+    one dim, or a product of several (*atoms*: ``sites.layouts``). ``nodes.band`` is the one that is cut into bands. The
+    band has ``length`` of its indices, from index ``start`` on. Each index stands for ``nodes.unit`` rows. ``after``:
+    the token of the last send, if any."""
     leaf, rows = nodes.leaves[0], (start * nodes.unit, length * nodes.unit)
     lhs = emit.narrow(leaf.lhs, 0, *rows)
     product = matmuls.emit(emit.graph, leaf, lhs, leaf.rhs, {"M": lambda x, dim: emit.narrow(x, dim, *rows)})
