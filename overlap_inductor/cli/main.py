@@ -44,8 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--link",
         default="auto",
         metavar="MBITS",
-        help="rate in Mbit/s of the link between CPU ranks, or none, or auto (default: auto). With auto, the rate is"
-        " 500 if this process can make a link, which needs root; else there is no link",
+        help="rate in Mbit/s of a simulated slow link between CPU ranks, or none, or auto (default: auto). With auto,"
+        " the rate is 500 if this process can simulate a link, which needs root; else the rate is not limited",
     )
     demo.add_argument(
         "--parts", default="llama,block", help="models to run, separated by a comma (default: %(default)s)"

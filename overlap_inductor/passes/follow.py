@@ -243,8 +243,8 @@ class Follower:
                 self.obstacles.append(
                     Reason(
                         "weight_depends_on_collective",
-                        f"{matmul.node.name} reads the result of the {self.what} as more than one operand or bias;"
-                        " expected one operand",
+                        f"{matmul.node.name} reads the result of the {self.what} as both operands, or as an"
+                        " operand and the bias; expected as one operand only",
                     )
                 )
                 return

@@ -21,8 +21,8 @@ log = logging.getLogger("overlap_inductor")
 
 
 def show(text: str) -> None:
-    """Log ``text`` at level INFO. If the logger has no handler, write ``text`` to standard error. PyTorch's own
-    handler counts only if INFO is enabled.
+    """Log ``text`` at level INFO. If the logger has no handler, write ``text`` to standard error. If INFO
+    is off only because a logger above has a higher level, PyTorch's own handler does not count as a handler.
 
     The line is hidden if the logger is disabled, if the logger's own level is above INFO, or if ``logging.disable``
     switched INFO off. A handler's own level or filter may hide the line, too.

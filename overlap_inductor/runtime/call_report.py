@@ -18,15 +18,21 @@ if two looks in a row find the calling thread inside one collective:
   because, by its own counts, that rank had run the call's collectives uncompiled. If that rank had run them, this rank
   would no longer be inside one of them. So the report shows that the skip was wrong.
 
-Reports go to the group's store. One lock is held while a report is made, and while a call is counted. So once a rank
-has counted a call, it reports nothing from before the call.
+Reports go to the group's store, through a connection of the watching thread's own: the group's own connection may be
+blocked by the calling thread, which waits for a key. One lock is held while a report is made, and while a call is
+counted. So once a rank has counted a call, it reports nothing from before the call.
+
+When the program ends, the watching thread is stopped, because a thread that returns from C++ at that time would abort
+the process. A forked child has its own watching thread.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
-import time
 import weakref
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch.distributed as dist
@@ -64,18 +70,63 @@ class Watched(Protocol):
         a call; otherwise ``None``."""
 
 
-_STATES: list[weakref.ref[Watched]] = []
-_LOCK = threading.Lock()
-_STARTED: list[threading.Thread] = []
+Seen = tuple[int | None, tuple[int, int] | None]
+
+
+@dataclass(eq=False)
+class _Looks:
+    """The looks at one group. ``seen``: what the last look returned."""
+
+    state: weakref.ref[Watched]
+    seen: Seen = (None, None)
+
+
+class _Watching:
+    """The watching thread of this process."""
+
+    def __init__(self) -> None:
+        self._looks: list[_Looks] = []
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    def add(self, state: Watched) -> None:
+        with self._lock:
+            self._looks.append(_Looks(weakref.ref(state)))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="overlap_inductor places", daemon=True)
+                self._thread.start()
+
+    def end(self) -> None:
+        """Stop the thread. Waits at most five seconds for it: it may be in the middle of a report."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        interval = INTERVAL
+        while not self._ended.wait(interval):
+            for looks in tuple(self._looks):
+                state = looks.state()
+                try:
+                    if state is not None:
+                        looks.seen = report(state, looks.seen)
+                        interval = AGAIN if state.promised >= 0 else interval
+                except (KeyError, RuntimeError):
+                    state = None
+                if state is None:
+                    with self._lock:
+                        self._looks.remove(looks)
+
+
+_WATCHING = _Watching()
+_STORES: weakref.WeakKeyDictionary[Watched, dist.Store] = weakref.WeakKeyDictionary()
+"""The watching thread's own connections to the groups' stores."""
 
 
 def watch(state: Watched) -> None:
     """Report the places that this rank reaches in the group of ``state``, until the group is destroyed."""
-    with _LOCK:
-        _STATES.append(weakref.ref(state))
-        if not _STARTED:
-            _STARTED.append(threading.Thread(target=_watch, name="overlap_inductor places", daemon=True))
-            _STARTED[0].start()
+    _WATCHING.add(state)
 
 
 def place_of(state: Watched, rank: int) -> int:
@@ -88,9 +139,6 @@ def call_of(state: Watched, rank: int) -> int:
     return _number(state, "inside", rank)
 
 
-Seen = tuple[int | None, tuple[int, int] | None]
-
-
 def report(state: Watched, before: Seen) -> Seen:
     """Look once, and report what both this look and the last look have found. ``before``: what the last look returned.
     Returns what this look has found.
@@ -99,6 +147,9 @@ def report(state: Watched, before: Seen) -> Seen:
         KeyError: the group was destroyed.
         RuntimeError: the rank that keeps the group's store has ended.
     """
+    if before != (None, None) and state not in _STORES:
+        # Without the lock: if the store's rank has ended, the attempt to connect may take long.
+        _STORES[state] = group_store(state.group).clone()
     with state.lock:
         place, inside = now = state.reached(), state.inside()
         if place is not None and place == before[0] and place > state.promised:
@@ -115,7 +166,8 @@ def report(state: Watched, before: Seen) -> Seen:
 
 
 def _write(state: Watched, what: str, number: int) -> None:
-    group_store(state.group).set(f"{state.prefix}/{what}/{state.group.rank()}", str(number))
+    group_store(state.group)  # raises if the group was destroyed
+    _STORES[state].set(f"{state.prefix}/{what}/{state.group.rank()}", str(number))
 
 
 def _number(state: Watched, what: str, rank: int) -> int:
@@ -123,20 +175,15 @@ def _number(state: Watched, what: str, rank: int) -> int:
     return int(store.get(key)) if store.check([key]) else -1
 
 
-def _watch() -> None:
-    seen: dict[weakref.ref[Watched], Seen] = {}
-    interval = INTERVAL
-    while True:
-        time.sleep(interval)
-        for reference in tuple(_STATES):
-            state = reference()
-            try:
-                if state is not None:
-                    seen[reference] = report(state, seen.get(reference, (None, None)))
-                    interval = AGAIN if state.promised >= 0 else interval
-            except (KeyError, RuntimeError):
-                state = None
-            if state is None:
-                seen.pop(reference, None)
-                with _LOCK:
-                    _STATES.remove(reference)
+def _after_fork() -> None:
+    global _WATCHING
+    _WATCHING = _Watching()
+    _STORES.clear()
+
+
+def _at_exit() -> None:
+    _WATCHING.end()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layout says which element of a tensor is at which index. It does not depend on which view ops made the tensor.
 
-A layout is a list of dims. Each dim is a list of *atoms*: runs of indices. R, the rank atom, counts the ranks. A
+A layout is a list of dims. Each dim is a list of *atoms*: its nested factors, outermost
+first. A dim's size is the product of its atoms' sizes. R, the rank atom, counts the ranks. A
 reshape regroups atoms, a permute reorders dims, and ``cat(split(x))`` moves R to another dim. R's place in a matmul's
 operand says whether B, M, N or K is gathered::
 
@@ -39,7 +40,7 @@ def same_size(a: Size, b: Size) -> bool:
 
 @dataclass(eq=False)
 class Atom:
-    """A run of consecutive indices. Atoms are compared by identity.
+    """A factor of a dim: an index that counts from 0 to ``size - 1``. Atoms are compared by identity.
 
     Attributes:
         size: number of indices.
@@ -157,9 +158,8 @@ class Layout:
                 whole = have * atom.size
                 if isinstance(wanted, int) and isinstance(have, int) and isinstance(atom.size, int) and whole > wanted:
                     if atom.rank or wanted % have or atom.size % (wanted // have):
-                        raise LayoutError(
-                            f"a reshape to {list(shape)} splits a dim of size {atom.size} unevenly or between ranks"
-                        )
+                        what = "between ranks" if atom.rank else f"its {atom.size} indices unevenly"
+                        raise LayoutError(f"a reshape to {list(shape)} splits a dim {what}")
                     front = Atom(wanted // have)
                     back = Atom(atom.size // front.size)
                     atom.children = (front, back)

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import operator
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from typing import TypeVar
 
 from torch._ops import OpOverload
@@ -50,11 +52,17 @@ def _without_collection(call: Callable[[], T]) -> T:
     overwrite it while ``call`` still reads it. So there must be no collection. From Python 3.12 on, a collection waits
     until ``call`` has returned. Up to Python 3.10, frames are objects that outlive their return.
     """
-    if sys.version_info[:2] != (3, 11) or not gc.isenabled():
+    if sys.version_info[:2] != (3, 11):
         return call()
-    # ``map`` makes the three calls in C, so no thread runs in between and sees that collections are off.
+    # ``map`` makes all calls in C, so no other thread runs in between. It cannot see that collections are off, nor
+    # switch them off and find them on again.
+    steps = {True: (gc.disable, call, gc.enable), False: (call,)}
+    chosen = itertools.chain.from_iterable(map(steps.__getitem__, map(operator.call, (gc.isenabled,))))
+    results: list[Any] = []
     try:
-        return list(map(operator.call, (gc.disable, call, gc.enable)))[1]
+        results.extend(map(operator.call, chosen))
     except BaseException:
-        gc.enable()
+        if results:
+            gc.enable()
         raise
+    return results[len(results) // 2]

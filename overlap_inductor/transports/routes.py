@@ -60,7 +60,9 @@ def distances(route: str, world_size: int) -> list[tuple[int, ...]]:
     if route == "bidirectional":
         right, left = world_size // 2, (world_size - 1) // 2
         return [(-(i + 1), i + 1) if i < left else (-(i + 1),) for i in range(right)]
-    raise ValueError(f"route {route!r} receives no shards in steps; expected 'ring', 'bidirectional' or 'direct'")
+    raise ValueError(
+        f"on route {route!r}, shards do not come step by step; expected 'ring', 'bidirectional' or 'direct'"
+    )
 
 
 def hop_count(route: str, world_size: int, parts: int) -> int:

@@ -357,7 +357,7 @@ def test_pieces_of_symbolic_sizes_have_a_reason() -> None:
 
 
 def test_symbolic_sizes() -> None:
-    """The batch size is symbolic, so each transfer has symbolic bounds."""
+    """The batch size is symbolic. So each transfer begins and ends at symbolic offsets in a shard."""
     with fake_group(2), torch.no_grad():
         report = report_of(heads_first, *_own(), dynamic=True)
     assert summary(report) == [SITE]

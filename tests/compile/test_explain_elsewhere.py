@@ -62,7 +62,9 @@ def test_a_plan_for_another_machine_may_use_its_gpus() -> None:
     assert estimate["keep"] == pytest.approx(380, rel=0.01)
 
 
-@pytest.mark.parametrize(("ranks", "reason"), [(8, None), (16, "this process sees 8 of the 16 GPUs")])
+@pytest.mark.parametrize(
+    ("ranks", "reason"), [(8, None), (16, "the group has 16 ranks, but this process sees only 8 GPUs")]
+)
 def test_peers_of_another_machine_are_within_reach(ranks: int, reason: str | None) -> None:
     device = torch.device("cpu")
     assert "needs NVIDIA GPUs" in str(symmetric.why_no_symmetric_memory(tuple(range(ranks)), device))

@@ -245,7 +245,7 @@ def refused_sites() -> Iterator[tuple[str, Callable[[], HandGraph], str]]:
         "transposed product of torch.float8_e4m3fn and torch.float8_e5m2",
     )
     yield "odd rows that are columns", of_odd_rows_transposed, "rows of 32 and of 40 elements"
-    yield "activation", with_something_between, "a matmul has an unsupported kind"
+    yield "activation", with_something_between, "an unsupported op between matmul and collective"
     yield "two matmuls", of_two_matmuls, "2 matmuls are added into one reduction"
     yield "dynamic columns", of_dynamic_width, "only known at run time"
 

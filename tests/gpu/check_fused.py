@@ -46,7 +46,7 @@ FACTOR = 17
 MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
 """Checks whose row is a measurement. Three of them also assert:
 
-- ``kernels``: a site has no more kernels than max-autotune needs;
+- ``kernels``: a site has no more kernels than max-autotune makes for its matmul and pointwise ops alone;
 - ``weights us``: two ways give nearly equal results: one launch for all weights, and one launch for the widest weight
   with vendor matmuls for the others;
 - ``exchange us``: each schedule's results are close to those of ``keep``.

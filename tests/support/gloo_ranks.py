@@ -87,10 +87,10 @@ def _main(
     torch.save(result, os.path.join(folder, f"{rank}.pt"))
 
 
-def _how_it_died(rank: int, exit_code: int | None, folder: str) -> str:
+def _how_it_ended(rank: int, exit_code: int | None, folder: str) -> str:
     stacks = Path(folder, f"{rank}.stacks")
     written = stacks.read_text() if stacks.exists() else ""
-    return f"rank {rank} left no result; exit code {exit_code}" + (f"\n{written}" if written else "")
+    return f"exit code {exit_code}" + (f"\n{written}" if written else "")
 
 
 def run_ranks(
@@ -137,12 +137,14 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
-        results = []
+        results, died = [], list[str]()
         for rank, process in enumerate(processes):
             path = os.path.join(folder, f"{rank}.pt")
-            nothing = False, _how_it_died(rank, process.exitcode, folder)
+            nothing = False, f"rank {rank} left no result; {_how_it_ended(rank, process.exitcode, folder)}"
             results.append(torch.load(path, weights_only=False) if os.path.exists(path) else nothing)
-    problems = [f"rank {r}: {text}" for r, (ok, text) in enumerate(results) if not ok]
+            if results[-1][0] and process.exitcode:
+                died.append(f"rank {rank} left a result; {_how_it_ended(rank, process.exitcode, folder)}")
+    problems = [f"rank {r}: {text}" for r, (ok, text) in enumerate(results) if not ok] + died
     assert not hung, f"ranks {hung} did not end within {timeout} s\n" + "\n".join(problems)
     assert expect_failure or not problems, "\n".join(problems)
     return [value for _, value in results]

@@ -5,11 +5,14 @@ reports the call's number. Outside of graphs, the rank reports how many of the g
 
 from __future__ import annotations
 
+import datetime
+import os
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +22,10 @@ from overlap_inductor.runtime import call_report
 from overlap_inductor.runtime.call_state import GroupState
 from overlap_inductor.torch_compat.blocked_threads import in_collective
 from tests.support.fake_group import fake_group
+from tests.support.free_ports import free_port
 
 
-def _looks(state: GroupState, number: int) -> None:
+def _looks(state: call_report.Watched, number: int) -> None:
     before: call_report.Seen = (None, None)
     for _ in range(number):
         before = call_report.report(state, before)
@@ -142,3 +146,71 @@ def test_a_thread_inside_an_op(namespace: str, wanted: bool) -> None:
         assert in_collective(thread.ident) is wanted
     thread.join()
     assert not in_collective(thread.ident)
+
+
+class _State:
+    """A group's counts that change never. ``looked``: number of looks."""
+
+    prefix, promised, told_inside = "state", -1, -1
+
+    def __init__(self, group: Any = None) -> None:
+        self.group, self.lock, self.looked = group, threading.Lock(), 0
+
+    def reached(self) -> int | None:
+        self.looked += 1
+        return None
+
+    def inside(self) -> tuple[int, int] | None:
+        return None
+
+
+def _is_looked_at(state: _State) -> bool:
+    before, deadline = state.looked, time.monotonic() + 10
+    while state.looked == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return state.looked > before
+
+
+def test_groups_that_end_before_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watching thread goes on with the other groups."""
+    monkeypatch.setattr(call_report, "INTERVAL", 0.05)
+    watching, first = call_report._Watching(), _State()
+    watching.add(first)
+    assert _is_looked_at(first)
+    watching.add(_State())
+    later = _State()
+    watching.add(later)
+    assert _is_looked_at(later) and _is_looked_at(first) and len(watching._looks) == 2
+    watching.end()
+    assert watching._thread is not None and not watching._thread.is_alive()
+
+
+def test_a_forked_child_watches_its_groups() -> None:
+    parents = _State()
+    call_report.watch(parents)
+    assert _is_looked_at(parents)
+    child = os.fork()
+    if not child:
+        own = _State()
+        call_report.watch(own)
+        os._exit(0 if _is_looked_at(own) and len(call_report._WATCHING._looks) == 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_report_does_not_wait_for_the_store_of_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calling thread may wait for a key of the group's store, as NCCL does before its first collective."""
+    store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timeout=datetime.timedelta(seconds=60))
+    reader = store.clone()
+    monkeypatch.setattr(call_report, "group_store", lambda group: store)
+    state = _State(type("Group", (), {"rank": lambda self: 0})())
+    state.reached = lambda: 3  # type: ignore[method-assign]
+    waits = threading.Thread(target=store.get, args=["late"])
+    waits.start()
+    time.sleep(0.3)
+    writes = threading.Thread(target=_looks, args=[state, 2], daemon=True)
+    writes.start()
+    writes.join(20)
+    written = not writes.is_alive()
+    reader.set("late", "now")
+    waits.join()
+    assert written and reader.get("state/reached/0") == b"3"

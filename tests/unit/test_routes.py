@@ -171,5 +171,5 @@ def test_bounds_cut_all_rows_evenly(parts: int) -> None:
 def test_unknown_routes_are_errors() -> None:
     with pytest.raises(ValueError, match="unknown route 'circle'; expected one of ring"):
         routes.hop("circle", 4, 0, 1, 0)
-    with pytest.raises(ValueError, match="route 'owner' receives no shards in steps"):
+    with pytest.raises(ValueError, match="on route 'owner', shards do not come step by step"):
         routes.distances("owner", 4)

@@ -21,7 +21,7 @@ class WaveCost:
 
     Attributes:
         efficiency: the speed of a matmul or collective while both run, relative to its speed when it runs alone.
-        groups: groups that a call is assumed to be cut into.
+        groups: the number of groups of waves into which a matmul is assumed to be cut.
         ranks: ranks of the largest process group measured; 0: none.
     """
 
