@@ -18,8 +18,8 @@ if two looks in a row find the calling thread inside one collective:
   because, by its own counts, that rank had run the call's collectives uncompiled. If that rank had run them, this rank
   would no longer be inside one of them. So the report shows that the skip was wrong.
 
-Reports go to the group's store, through a connection of the watching thread's own: the group's own connection may be
-blocked by the calling thread, which waits for a key. One lock is held while a report is made, and while a call is
+Reports go to the group's store. The watching thread has its own connection to the store, because the calling thread
+may block the group's connection while it waits for a key. One lock is held while a report is made, and while a call is
 counted. So once a rank has counted a call, it reports nothing from before the call.
 
 When the program ends, the watching thread is stopped, because a thread that returns from C++ at that time would abort

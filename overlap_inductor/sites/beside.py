@@ -58,9 +58,9 @@ def _told(found: _Way, collective: CollectiveNode, gather: str) -> Reason:
         return Reason(
             "grouped_matmul",
             f"the matmul next to the collective is {node.name} ({node.target}), which multiplies groups of rows. It can"
-            " be cut before an all-reduce or a reduce-scatter, if an index by rows follows it and only pointwise ops"
-            " stand between matmul and index. It can also be cut between two all-to-alls that bring and return its"
-            " rows",
+            " be cut before an all-reduce or a reduce-scatter, if an index (aten.index) of its rows follows and only"
+            " pointwise ops stand between matmul and index. It can also be cut between two all-to-alls that bring and"
+            " return its rows",
         )
     if kind == "vector":
         return Reason(

@@ -57,7 +57,7 @@ class _OnGpu:
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="golden files are for torch 2.13")
 def test_golden_on_gpus() -> None:
-    """The golden file shows the pieces that CUDA's ops get, and the readers of their log-sum-exps."""
+    """The golden file shows the attention ops, each on one rank's keys, and the ops that merge their results."""
     texts = []
     for op, given in (
         ("flash", {"scale": 0.5}),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence-parallel transformer block, forward and backward, in several layouts: results against fp64, and sites."""
+"""A sequence-parallel transformer block, forward and backward: results against fp64, and sites. Its variants differ in
+batch size, order of batch and sequence, and biases."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ TIMEOUT = 60
 
 
 def _at_first_runs(rank: int, world_size: int, fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run ``_once``. The ranks compare plans only at a graph's first call, as GPU ranks without shared memory do."""
+    """Run ``_once``. The ranks compare plans only at a graph's first call, as ranks with GPUs do that share no
+    ``/dev/shm``."""
     compare_as_on_gpus()
     return _once(rank, world_size, fields)
 
@@ -132,8 +133,8 @@ def test_strict_raises_on_every_rank_that_overlaps() -> None:
 
 
 def test_different_node_budgets_exchange_the_same() -> None:
-    """One rank may run unrolled steps while another runs looping ops. Plans do not say which of them a rank runs, so
-    the plans are equal."""
+    """One rank may run unrolled steps while another runs looping ops. For this block, both move the same pieces. Plans
+    name only the pieces, so the plans are equal."""
     for result in run_ranks(2, _once, [UNROLLED, {}]):
         assert result["problems"] == [] and result["warnings"] == [] and result["counts"]["sites_overlapped"] == 2, (
             result
@@ -142,7 +143,8 @@ def test_different_node_budgets_exchange_the_same() -> None:
 
 def _cut_otherwise(rank: int, world_size: int) -> list[str]:
     """Run sites that the two ranks divide into different pieces. In the first three functions, only rank 1 runs looping
-    ops. In the last one, only rank 1 views the gathered tensor in another shape."""
+    ops, which divide these sites in another way than unrolled steps do. In the last one,
+    only rank 1 views the gathered tensor in another shape."""
     compile_anew(kernels=False)
     group, problems = dist.group.WORLD, []
     functions: list[tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = [

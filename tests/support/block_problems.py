@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles a sequence-parallel transformer block in several layouts, and compares it with fp64."""
+"""Compiles variants of a sequence-parallel transformer block (batch size, order of batch and sequence, biases), and
+compares them with fp64."""
 
 from __future__ import annotations
 

@@ -84,11 +84,11 @@ class ReduceRows:
 
 
 def summed(nodes: ReduceNodes) -> Biases:
-    """The biases of a site that was planned as a sum of matmuls. Raises ``RuntimeError`` if the graph has changed and
-    has no such sum."""
+    """The biases of a site's matmuls, which are added. The site has passed ``loopable``. Raises ``RuntimeError`` if the
+    graph has changed since then, so that the collective's input is no longer this sum."""
     biases = biases_of(nodes, nodes.computed)
     if biases is None:
         raise RuntimeError(
-            "the site was planned as a sum of matmuls, but the graph has changed and has no such sum now"
+            "the collective's input was a sum of matmuls when the site was checked, but the graph has changed since"
         )
     return biases

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of schedule ``wave_groups`` (``one_op.schedule.OpPlan``), and which waves of a matmul share a collective.
-This module does not import Triton.
+"""The plan module of schedule ``wave_groups`` (``one_op.schedule.OpPlan``): its parameters, and which waves of a matmul
+share a collective. This module does not import Triton.
 
 A matmul's tiles finish in waves, one band of rows after the other. A *group* is a run of neighbouring bands with a
 collective of its own. The predictor of a call's time is FlashOverlap's (arXiv 2504.19519, algorithm 1). A collective
@@ -42,7 +42,7 @@ class WaveParameters:
 
     Attributes:
         blocks: number of the device's SMs.
-        free: numbers of SMs to leave to the collectives. A site's first call tries all and keeps the fastest.
+        free: numbers of SMs to leave to the collectives. The first call of each size tries all and keeps the fastest.
         partition: first band of each group, then the number of bands: ``(0, 3, 8)``. ``None``: the predictor's choice.
         halves: store tiles in two halves, which leaves shared memory for one more stage.
         transport: name of the ``WholeCollectives`` transport; empty: the first one.
@@ -152,7 +152,8 @@ def best_partition(waves: Waves, curve: Curve, groups: int = MAX_GROUPS) -> tupl
     groups."""
     at = cuts(waves)
     seconds = [[curve.seconds(waves.nbytes(f, e)) if f < e else 0.0 for e in at] for f in at]
-    # ends[j]: the earliest end of the collectives of all bands before cut j, and the partition that reaches it.
+    # After round n, ends[j] is the earliest end of the collectives of all bands before cut j, in exactly n groups, and
+    # the partition that reaches it.
     ends: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     best: tuple[float, tuple[int, ...]] | None = None
     for _ in range(min(groups, len(at) - 1)):

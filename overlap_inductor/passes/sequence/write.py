@@ -142,8 +142,8 @@ class RowWriter:
         return self.call(aten.reshape.default, node, [self.size(s) for s in shape])
 
     def cut(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
-        # Two stretches may cut one tensor in different dims: [S, H] is cut directly for S tokens, but is first
-        # repeated for B * S tokens.
+        # Two stretches may cut one tensor for different dims of tokens. For S tokens, [S, H] is cut as it is. For B * S
+        # tokens, it is repeated B times before it is cut.
         key = node, tokens.group_name, str((ahead, dims))
         if key not in self._cuts:
             shape = tools.shape(node)
