@@ -32,8 +32,8 @@ Forward progress. A piece waits only for its peer's credit, which depends only o
 copy only after running blocks have claimed all pieces of its rank. So all pieces end, and then all copies, even with
 one resident block on each rank.
 
-Aborts. A block looks at the abort word once for each piece. If the word is set, the piece is neither stored to the peer
-nor signalled, and copied words become NaN.
+Aborts. A block looks at the abort word before it stores a piece. The block that stores the last piece of a slice looks
+again before it sets the peer's flag. If the word is set, nothing is stored or signalled, and copied words become NaN.
 
 CUDA graphs. Addresses of tensors and numbers of indices are read from ``facts``. In a captured graph, an earlier node
 writes ``facts`` from host memory that is never changed or freed (``lowerings.fused.table_calls``).

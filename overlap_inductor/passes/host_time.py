@@ -12,8 +12,8 @@ tokens, they ran 1.06 to 1.12 times as fast as plain. Estimates::
 The forward and the backward of a joint graph have estimates of their own. The times are not compared if
 
 - Inductor captures the graph as a CUDA graph, which is one launch;
-- an estimate covers only one collective: schedule ``chunked`` itself compares the GPU's and the host's time of one call
-  (``chunked/cost.py``);
+- an estimate covers only one collective: schedule ``chunked`` itself compares the GPU's time for the site with the
+  host's time to launch the site (``chunked/cost.py``);
 - a size is known only at run time;
 - the FLOPs of an op cannot be counted (``sites/flops.py``).
 """

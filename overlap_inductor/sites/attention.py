@@ -33,10 +33,11 @@ class _Kind:
     """An attention op that can run on a part of the keys. Its first two results are the output and the log-sum-exp.
 
     Attributes:
-        mask: name of the argument that is added to the scores. ``None`` if an op on a part of the keys gets no mask.
+        mask: name of the argument that is added to the scores. ``None`` if the op has none, or if this package
+            passes none: then attention that hides keys from queries is refused.
         mask_dims: the fewest dims of a mask: 2 (queries and keys), or 4 (with batch and heads).
         mask_block: an op with a mask must read a multiple of this number of keys.
-        unread: an argument that must not be given.
+        unread: an argument that the op as written must not have.
         asks_for_sums: whether the op needs ``compute_log_sumexp`` for the log-sum-exp.
         hidden_is_zero: whether a query that sees no key gets 0. If not, its output is not defined.
     """

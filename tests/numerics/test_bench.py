@@ -36,7 +36,7 @@ def _command(rank: int, world_size: int, arguments: list[str]) -> str:
 def test_the_command_writes_rows_and_the_report_makes_tables_and_plots(tmp_path: Path) -> None:
     pytest.importorskip(
         "triton",
-        reason="Triton comes with the package's test extra; environments of other torch versions may have none",
+        reason="Triton comes with the package's test extra; an environment without this extra has none",
     )
     pytest.importorskip("matplotlib", reason="matplotlib comes with the package's bench extra")
     file = tmp_path / "rows.jsonl"

@@ -408,7 +408,7 @@ class Inside:
 def test_ops_of_four_schedules_launch_inside_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(
         "triton",
-        reason="Triton comes with the package's test extra; environments of other torch versions may have none",
+        reason="Triton comes with the package's test extra; an environment without this extra has none",
     )
     from overlap_inductor.lowerings.chunked import exchange_launch
     from overlap_inductor.lowerings.chunked import gather_launch

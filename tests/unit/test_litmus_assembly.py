@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip(
-    "triton", reason="Triton comes with the package's test extra; environments of other torch versions may have none"
+    "triton", reason="Triton comes with the package's test extra; an environment without this extra has none"
 )
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402

@@ -23,7 +23,7 @@ SCRIPTS = sorted(
 def test_a_script_can_be_imported(name: str) -> None:
     pytest.importorskip(
         "triton",
-        reason="Triton comes with the package's test extra; environments of other torch versions may have none",
+        reason="Triton comes with the package's test extra; an environment without this extra has none",
     )
     pytest.importorskip("matplotlib", reason="matplotlib comes with the bench extra")
     pytest.importorskip("transformers", reason="transformers comes with the test extra")

@@ -158,7 +158,7 @@ def test_a_call_is_ended_even_if_a_later_matmul_fails(group: Any, monkeypatch: p
     read the failed call's rows."""
     fused = pytest.importorskip(
         "overlap_inductor.lowerings.fused.calls",
-        reason="Triton comes with the package's test extra; environments of other torch versions may have none",
+        reason="Triton comes with the package's test extra; an environment without this extra has none",
     )
     ended = []
     monkeypatch.setattr(site_ops, "ready", lambda *args: ("launch", FusedParameters(1)))

@@ -117,7 +117,7 @@ def _slices(inner: int, row_bytes: int, itemsize: int, slices: int, p: FusedPara
     """The arguments of ``all_gather_matmul_slices`` for the push of a shard in slices along K."""
     if not p.slices_pushers:
         raise UnsupportedError(
-            "the first blocks of a gather in slices push its shard: slices_pushers must be at least 1"
+            "slices_pushers must be at least 1: no other blocks push a shard that is pushed in slices"
         )
     size = -(-inner // (slices * p.block_k)) * p.block_k
     columns_at_once = min(triton.next_power_of_2(-(-size * itemsize // 4)), COPY_WORDS // 8)

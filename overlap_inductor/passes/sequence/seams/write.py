@@ -252,7 +252,7 @@ class _BandWriter:
         return _call(self._graph, self._like, self._values, target, *args, **kwargs)
 
     def stored(self, part: fx.Node, wait: fx.Node) -> fx.Node:
-        """``part``, written to memory once, by the kernel that computes it after ``wait``."""
+        """Have ``part`` computed once, after ``wait``, and written to memory."""
         return self.call(overlap.after.default, part, wait)
 
     def rows(self, node: fx.Node) -> fx.Node:
