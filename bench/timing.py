@@ -51,7 +51,7 @@ Call = Callable[[], Any]
 
 def worst(values: Sequence[float]) -> list[float]:
     """The maximum over ranks of each value, the same list on all ranks. All ranks call this together. A NaN counts as
-    infinity, because Python's ``max`` and the maximum of some backends may return a number in place of a NaN."""
+    infinity. Otherwise it could get lost in the maximum of some backends, or in Python's ``max``."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     tensor = torch.tensor(list(values), device=device, dtype=torch.float64).nan_to_num(math.inf, math.inf, -math.inf)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)

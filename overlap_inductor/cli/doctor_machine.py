@@ -103,8 +103,8 @@ def gpus() -> list[Check]:
         without = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
         if without:
             advice = (
-                "Transfers between these GPUs go through host memory and are slow. Overlap then has more time to hide, but"
-                " may also gain nothing."
+                "Transfers between these GPUs go through host memory and are slow. Overlap then has more time to hide,"
+                " but may also gain nothing."
             )
             checks.append(Check(section, "peer access", NOTE, f"missing: {', '.join(without)}", advice))
         else:

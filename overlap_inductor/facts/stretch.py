@@ -42,8 +42,8 @@ class StretchFacts:
         reasons: why the stretch is not rewritten.
         program: the first 16 hex digits of a hash of the stretch's operators, and of numbers among their arguments,
             such as an epsilon. Ranks compare it.
-        gathered_for: for each op that needs all rows, how often it reads a tensor held as rows: ``{"aten.mm.default":
-            5}``.
+        gathered_for: for each kind of op that needs all tokens, how often such an op reads a tensor that is divided
+            among the ranks: ``{"aten.mm.default": 5}``.
     """
 
     id: str

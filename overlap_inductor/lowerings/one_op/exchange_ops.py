@@ -3,8 +3,8 @@
 are like the ops of ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): ``sent [W*m, K]`` has a slice of rows for each rank. The product ``lhs @ rhs`` has a
-slice of rows for each rank, or of columns if ``columns``. If matmuls contract the exchanged dim, ``sent`` is ``[W*m, k]``. The
-slice that arrives from rank ``r`` is multiplied by rows ``r*k`` to ``(r+1)*k - 1`` of ``rhs [W*k, N]``.
+slice of rows for each rank, or of columns if ``columns``. If matmuls contract the exchanged dim, ``sent`` is
+``[W*m, k]``. The slice that arrives from rank ``r`` is multiplied by rows ``r*k`` to ``(r+1)*k - 1`` of ``rhs [W*k, N]``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Send = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, bool, Launch, 
 def define_exchanges(schedule: str, plan: SitePlan, send: Send, receive: Gather) -> None:
     """Define two ops:
 
-    * ``<schedule>_matmul_all_to_all`` returns ``(received, token)``. ``received`` holds a slice from each rank, in the order
-      of ranks: ``[W * (rows of a slice), width of a slice]``.
+    * ``<schedule>_matmul_all_to_all`` returns ``(received, token)``. ``received`` holds a slice from each rank, in the
+      order of ranks: ``[W * (rows of a slice), width of a slice]``.
     * ``<schedule>_all_to_all_matmul`` returns ``([result [W*m, N] of each matmul ...], token)``. With
       ``received_used``, the received tensor ``[W*m, K]`` ends the list.
     """
