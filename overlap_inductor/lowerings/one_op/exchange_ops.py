@@ -4,7 +4,8 @@ are like the ops of ``one_op.ops``.
 
 Shapes (W ranks, this rank's view): ``sent [W*m, K]`` has a slice of rows for each rank. The product ``lhs @ rhs`` has a
 slice of rows for each rank, or of columns if ``columns``. If matmuls contract the exchanged dim, ``sent`` is
-``[W*m, k]``. The slice that arrives from rank ``r`` is multiplied by rows ``r*k`` to ``(r+1)*k - 1`` of ``rhs [W*k, N]``.
+``[W*m, k]``. The slice that arrives from rank ``r`` is multiplied by rows ``r*k`` to ``(r+1)*k - 1`` of
+``rhs [W*k, N]``.
 """
 
 from __future__ import annotations
