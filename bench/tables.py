@@ -147,7 +147,7 @@ def _overview(rows: Sequence[dict[str, Any]]) -> str:
     )
     for (pattern, tokens), same in groups(_in_order(rows), "pattern", "tokens").items():
         of = {row["provider"]: row for row in same}
-        # Speed-ups are measured against ``keep`` of the same run. The bounds are those of the last ``keep``.
+        # Each speed-up is against ``keep`` of its own run. The bounds are those of the last ``keep``.
         standard = of.get("keep", same[0])
         bounds = [f"{standard[k]:.0f}" for k in ("matmul_us", "collective_us", "sum_us", "bound_us")]
         best = max((row for row in same if row["provider"] != "keep"), key=lambda row: row["speedup"], default=None)

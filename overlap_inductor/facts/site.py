@@ -31,7 +31,7 @@ class Collective:
             - All-to-all beside lookups or experts: 0.
             - All-gather before attention: the dim of the tensor of keys along which the keys are counted.
 
-        role: role (M, N, K or B) of the cut dim in the first matmul, or ``None``.
+        role: the role (M, N, K or B) of the gathered or scattered dim in the first matmul, or ``None``.
         reduce_op: ``sum``, ``avg``, ... or ``None``.
         bytes: bytes of the full tensor (after a gather, before a scatter). For ``fused``, bytes of the op's first
             result.
@@ -64,7 +64,7 @@ class Matmul:
             bags, n the width of a row, and k the number of rows of the table. For embedding_gradient, m and k are
             swapped.
         dtype: dtype of the left operand.
-        role: role of the sharded dim (M, N, K or B).
+        role: the role (M, N, K or B) of the gathered or scattered dim in this matmul.
     """
 
     kind: str

@@ -12,7 +12,8 @@ from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.site import Size
 
 DIVIDED = "overlap_inductor_divided"
-"""Metadata of a graph's output: ``(group, program)`` of each rewritten stretch that has a collective in the graph."""
+"""Metadata of a graph's output: ``(group name, StretchFacts.program)`` of each rewritten stretch that has a collective
+in the graph."""
 META = "overlap_inductor_stretch"
 """Metadata of a collective: ``to_dict()`` of its stretch. The partitioner copies it into the forward and backward
 graphs, where the overlap pass reads it."""

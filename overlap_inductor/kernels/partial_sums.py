@@ -27,8 +27,8 @@ def sum_partials(
     Args:
         own, out: ``[vectors * VECTOR]`` elements of one dtype; a vector is 16 bytes.
         staging: ``[WORLD, vectors * VECTOR]`` of that dtype. All three are aligned to 16 bytes.
-        BROADCAST: ``out`` is also stored at vector ``gathered + rank * vectors`` of every peer's workspace, and flag
-            ``index`` is set there.
+        BROADCAST: ``out`` is also stored at vector ``gathered + rank * vectors`` of every peer's workspace, and this
+            rank's flag ``index`` is set there.
         queues: word 0 counts the blocks that are done; zero before and after.
     """
     elements = vectors * VECTOR

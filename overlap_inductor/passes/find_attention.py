@@ -96,8 +96,8 @@ def _site(reader: AttentionNode, search: Search) -> AttentionNodes | Reason:
         return Reason("layout", f"the mask {mask.name} has {tools.shape(mask)[-1]} columns for {keys} keys")
     shard = ShardedDim.of(key.layout).chunk
     if reader.hides_keys and reader.mask_block > 1 and not (isinstance(shard, int) and shard % reader.mask_block == 0):
-        text = f"each rank has {shard} keys of {reader.node.name}, and the attention to one rank's keys needs a mask"
-        return Reason("layout", f"{text}; expected a multiple of {reader.mask_block} keys on each rank")
+        text = f"each rank has {shard} keys of {reader.node.name}; attention to one rank's keys is computed with a mask"
+        return Reason("layout", f"{text}, and then this op reads only multiples of {reader.mask_block} keys")
     return AttentionNodes(reader, key, value)
 
 
@@ -129,9 +129,13 @@ def _operand(collective: CollectiveNode, node: fx.Node, reader: AttentionNode) -
         sharded = ShardedDim.of(part.layout)
     except LayoutError as error:
         return Reason("layout", f"{node.name}: {error}")
-    if sharded.dim != KEYS or not same_size(sharded.outer, 1):
-        text = f"dim {sharded.dim} of {node.name} is gathered; expected dim {KEYS}, which counts the keys, and one run"
-        return Reason("layout", f"{text} of keys for each rank")
+    if sharded.dim != KEYS:
+        return Reason(
+            "layout", f"dim {sharded.dim} of {node.name} is gathered; expected dim {KEYS}, which counts the keys"
+        )
+    if not same_size(sharded.outer, 1):
+        text = f"each rank has {sharded.outer} separate runs of keys in {node.name}"
+        return Reason("layout", f"{text}; expected each rank's keys to be consecutive")
     if same_size(sharded.chunk, 0):
         return Reason("layout", f"{node.name} has no keys")
     return GatheredOperand(collective, follower.raw, part.cuts, part.layout)

@@ -104,7 +104,10 @@ def _site(
     receivers, slice_ = _slices(collective, layouts)
     leaves = [a for a in rows.leaves() if not same_size(a.size, 1)]
     if not leaves or leaves[0] not in slice_ or receivers in rows.leaves():
-        raise LayoutError("the exchanged dim belongs to the matmul's rows, or a slice does not hold these rows")
+        raise LayoutError(
+            "the dim that is divided among the receiving ranks belongs to the matmul's rows, or a slice does not hold"
+            " these rows"
+        )
     band = leaves[0]
     if any(part is band for atom in whole for part in atom.leaves()):
         raise LayoutError("an op needs all rows of the matmul")

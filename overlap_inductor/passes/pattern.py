@@ -30,7 +30,7 @@ class Match:
 
     Attributes:
         dim: the dim that is gathered or scattered, as in ``facts.site.Collective``.
-        role: the role (M, N, K or B) of the cut dim in the first matmul, or ``None``.
+        role: the role (M, N, K or B) of the gathered or scattered dim in the first matmul, or ``None``.
         obstacle: why the site must stay as written, or ``None``.
         left: matmuls that the pattern leaves to other sites.
     """

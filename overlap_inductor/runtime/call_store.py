@@ -20,7 +20,7 @@ because each call holds a collective, which blocks the host until all ranks have
 
 class CallStore:
     """Values and verdicts of a group's calls, by the call's label (``GroupState.label``). This class has the methods of
-    ``CallPage``, but not ``watcher`` and ``differs``. Here, the methods take a label instead of the call's number.
+    ``CallPage``, but not ``watcher`` and ``differs``. Here, the argument ``call`` is a label, not the call's number.
     ``prefix``: the prefix of all keys."""
 
     first_pause, growth = 1e-4, 1.5

@@ -32,7 +32,7 @@ MEMBERS = {
 """Ops that write to such a buffer, and the name of the argument by which they take it."""
 _PLACING = "place_ranks"
 """An op that writes a part of a result into its first argument, an empty tensor at first. The readers of the result
-depend on these writes in no other way."""
+read this tensor itself. So only their order in the graph puts them after the writes."""
 _SCHEDULING = "aten_distributed_optimizations.enable_overlap_scheduling"
 _NOTED = "overlap_inductor_order"
 

@@ -70,7 +70,7 @@ def test_auto_takes_the_kernel_if_it_is_the_fastest(monkeypatch: pytest.MonkeyPa
 
 def test_chunks_pay_earlier_if_calls_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without replays, or with one hardware queue, the host launches every chunk. Chunks then pay only in longer calls,
-    and only if the gain is larger."""
+    and only with a larger gain over ``keep``."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
 
     def taken(**switches: str) -> str:

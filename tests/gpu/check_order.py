@@ -45,7 +45,8 @@ from tests.gpu.signal_kernels import wait_for
 
 ROW_SECONDS = 60.0
 PATIENCE_NS = 15_000_000_000
-"""Timeout of a receive. It is shorter than a row's time limit, so a receive that times out is reported."""
+"""Timeout of the receive that rank 0 queues (``queued_behind``). It is shorter than a row's time limit, so a receive
+that times out is reported."""
 CHOSEN = (("fused", "sm_push"), ("chunked", "copy_engine"), ("small_message", "one_shot"))
 """``(schedule, way)``, as in ``stress_variants.Variant``. The way says how the schedule runs, for example its
 transport. The schedule's first pattern with this way is checked."""

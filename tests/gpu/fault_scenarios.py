@@ -36,7 +36,8 @@ TIMEOUT_SECONDS = 6.0
 GRACE_SECONDS = 3.0
 PATIENT_SECONDS = 60.0
 CALLS = 3
-"""The number of calls before the fault, including the call that makes the site. All ranks take part in these calls."""
+"""The number of calls before the fault, including the first call, which ``Site`` makes when it is
+created. All ranks take part in these calls."""
 SHAPE = Shape(tokens=384, few=48, inner=1024, columns=512)
 """The token counts are multiples of 2, 3, 4, 6 and 8."""
 NAME = "faulty"

@@ -131,9 +131,9 @@ def _() -> OverlapReport:
 @case("hoist", "refused", "over an accepted site")
 def _() -> OverlapReport:
     """The first site's weight is the result of an all-reduce, which must not move up to the first gather. So the first
-    site's steps move down to the second site's matmul, which reads the first site's result. ``beside`` reads the second
-    gathered tensor, and stands before that matmul. So the second site's steps must come before ``beside``. But these
-    steps compute that matmul, so they read the first site's result, which is computed only after ``beside``."""
+    site's steps are written just before the first reader of its result, the second site's matmul. ``beside`` reads the
+    second gathered tensor, and stands before that matmul. So the second site's steps must come before ``beside``. But
+    these steps compute that matmul, so they read the first site's result, which is computed only after ``beside``."""
     made = HandGraph()
     first = made.gather(made.input(4, 16))
     w = made.reduce(weight(made))

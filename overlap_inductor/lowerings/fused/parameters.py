@@ -50,8 +50,8 @@ class FusedParameters:
         column_tiles: tiles across the columns of all weights of a gather, equal on all ranks. 0: those of this rank's
             weights.
         stagger_ns: nanoseconds between the starts of neighbouring blocks (reduce-scatter, all-to-all after a matmul).
-        early: number of tile-sized pieces that a block may copy after each tile of the rank's own slice (all-to-all
-            after a matmul). -1: one for each peer.
+        early: number of received pieces that a block may copy to the result after each tile of the rank's own slice
+            (all-to-all after a matmul). A piece is as large as a tile. -1: one for each peer.
         halves: store tiles in two halves, which leaves shared memory for one more stage.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: a repeated call is replayed as one CUDA graph (``runtime.replay``).
@@ -121,8 +121,8 @@ GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 
 
 CONTRACTED = 64
-"""A slice of a contracted dim must be a multiple of this many elements (``block_k``). So a block of K has one source
-rank."""
+"""If a matmul contracts the exchanged dim, each rank's slice of this dim must be a multiple of this many elements
+(``block_k``). So each block of K comes from one rank."""
 MOST_WEIGHTS = 4
 """Largest number of weights in one launch of a gather: q, k, v and a gate."""
 
@@ -194,8 +194,8 @@ def needed(
     # What is enough for ``rows`` rows is also enough for a call with fewer rows.
     parts = min(parameters.parts or world_size, -(-rows // parameters.block_m))
     if pattern in EXCHANGES:
-        # If slices of K or of columns are exchanged, a shard may have more rows than ``rows``. So ``parts`` is the
-        # largest number that any shard can have.
+        # If slices of K or of columns are exchanged, a shard may have more rows than ``rows``. So count the most parts
+        # that a shard of any size can have.
         parts = parameters.parts or world_size
     if pattern in GATHERS:
         return world_size * rows * inner * itemsize, parts * parameters.slices

@@ -78,7 +78,7 @@ class FusedSchedule(TableSchedule):
         )
         ends = {result: tail.end for result, tail in zip(results_of(site), tails, strict=True) if tail is not None}
         if site.facts.pattern != GATHER:
-            # The collective and its wait are erased with the nodes up to the tail's end.
+            # Only the tail's end gets a replacement. The nodes before it, the collective included, are then unused.
             replaced = {result: replaced[result] for result in ends}
         return chain, {
             ends.get(old, old): emit.reshape(new, tools.shape(ends.get(old, old))) for old, new in replaced.items()

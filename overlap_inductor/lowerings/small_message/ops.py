@@ -7,7 +7,7 @@ return the chain's next token last. ``settings`` is JSON text of the parameters 
 (``SmallParameters``). A call's size decides the other parameters.
 
 A call does not run the kernel if it has no rows, is too large for the kernel (``parameters.why_not``), or gets no
-workspace. Then the call runs the op of schedule ``beyond``, or the plain collective if there is none. Rows and
+workspace. Then the call runs the op of the schedule that argument ``beyond`` names, or the plain collective. Rows and
 workspace are equal on all ranks, so all ranks choose alike.
 """
 
