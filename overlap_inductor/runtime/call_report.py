@@ -29,15 +29,19 @@ the process. A forked child has its own watching thread.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import weakref
 from dataclasses import dataclass
+from typing import Any
 from typing import Protocol
 
 import torch.distributed as dist
 
 from overlap_inductor.torch_compat.distributed import group_store
+
+log = logging.getLogger("overlap_inductor")
 
 INTERVAL, AGAIN = 0.2, 0.01
 """Seconds between two looks: ``INTERVAL``, and ``AGAIN`` after this process has first reported a place. A rank that
@@ -75,10 +79,16 @@ Seen = tuple[int | None, tuple[int, int] | None]
 
 @dataclass(eq=False)
 class _Looks:
-    """The looks at one group. ``seen``: what the last look returned."""
+    """The looks at one group.
+
+    Attributes:
+        seen: what the last look returned.
+        reported: whether a place was reported.
+    """
 
     state: weakref.ref[Watched]
     seen: Seen = (None, None)
+    reported: bool = False
 
 
 class _Watching:
@@ -107,21 +117,34 @@ class _Watching:
         interval = INTERVAL
         while not self._ended.wait(interval):
             for looks in tuple(self._looks):
-                state = looks.state()
-                try:
-                    if state is not None:
-                        looks.seen = report(state, looks.seen)
-                        interval = AGAIN if state.promised >= 0 else interval
-                except (KeyError, RuntimeError):
-                    state = None
-                if state is None:
+                if not self._looked(looks):
                     with self._lock:
                         self._looks.remove(looks)
+                elif looks.reported:
+                    interval = AGAIN
+
+    def _looked(self, looks: _Looks) -> bool:
+        """Look once. Returns whether to look again: False if the group was destroyed, or if its store fails."""
+        state = looks.state()
+        if state is None:
+            return False
+        try:
+            looks.seen = report(state, looks.seen)
+        except (KeyError, RuntimeError):
+            return False
+        except Exception:
+            # A store that is written in Python may raise any error. The thread goes on with the other groups.
+            log.warning("overlap_inductor: the ranks of group %r get no reports", state.prefix, exc_info=True)
+            return False
+        looks.reported = state.promised >= 0
+        return True
 
 
 _WATCHING = _Watching()
 _STORES: weakref.WeakKeyDictionary[Watched, dist.Store] = weakref.WeakKeyDictionary()
 """The watching thread's own connections to the groups' stores."""
+_OF_PARENT: list[Any] = []
+"""In a forked child: what the parent uses. It is kept alive, because the end of a ``FileStore`` may delete its file."""
 
 
 def watch(state: Watched) -> None:
@@ -149,7 +172,7 @@ def report(state: Watched, before: Seen) -> Seen:
     """
     if before != (None, None) and state not in _STORES:
         # Without the lock: if the store's rank has ended, the attempt to connect may take long.
-        _STORES[state] = group_store(state.group).clone()
+        _STORES[state] = _own_connection(group_store(state.group))
     with state.lock:
         place, inside = now = state.reached(), state.inside()
         if place is not None and place == before[0] and place > state.promised:
@@ -165,6 +188,14 @@ def report(state: Watched, before: Seen) -> Seen:
     return now
 
 
+def _own_connection(store: dist.Store) -> dist.Store:
+    try:
+        return store.clone()
+    except RuntimeError:
+        # A store that is written in Python may have no ``clone``. If the store's rank has ended, the next write raises.
+        return store
+
+
 def _write(state: Watched, what: str, number: int) -> None:
     group_store(state.group)  # raises if the group was destroyed
     _STORES[state].set(f"{state.prefix}/{what}/{state.group.rank()}", str(number))
@@ -176,9 +207,9 @@ def _number(state: Watched, what: str, rank: int) -> int:
 
 
 def _after_fork() -> None:
-    global _WATCHING
-    _WATCHING = _Watching()
-    _STORES.clear()
+    global _WATCHING, _STORES
+    _OF_PARENT.append((_WATCHING, _STORES))
+    _WATCHING, _STORES = _Watching(), weakref.WeakKeyDictionary()
 
 
 def _at_exit() -> None:

@@ -56,7 +56,7 @@ def _without_collection(call: Callable[[], T]) -> T:
         return call()
     # ``map`` makes all calls in C, so no other thread runs in between. It cannot see that collections are off, nor
     # switch them off and find them on again.
-    steps = {True: (gc.disable, call, gc.enable), False: (call,)}
+    steps = {True: iter((gc.disable, call, gc.enable)), False: iter((call,))}
     chosen = itertools.chain.from_iterable(map(steps.__getitem__, map(operator.call, (gc.isenabled,))))
     results: list[Any] = []
     try:

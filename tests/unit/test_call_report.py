@@ -22,7 +22,6 @@ from overlap_inductor.runtime import call_report
 from overlap_inductor.runtime.call_state import GroupState
 from overlap_inductor.torch_compat.blocked_threads import in_collective
 from tests.support.fake_group import fake_group
-from tests.support.free_ports import free_port
 
 
 def _looks(state: call_report.Watched, number: int) -> None:
@@ -110,7 +109,10 @@ gc.set_threshold(7)
 sys.setswitchinterval(1e-4)
 gc.callbacks.append(let_others_run)
 try:
+    ends = time.monotonic() + 20
     for _ in range(1000):
+        if time.monotonic() > ends:
+            break
         assert not in_collective(thread.ident)
         time.sleep(0)
 finally:
@@ -191,15 +193,19 @@ def test_a_forked_child_watches_its_groups() -> None:
     assert _is_looked_at(parents)
     child = os.fork()
     if not child:
-        own = _State()
-        call_report.watch(own)
-        os._exit(0 if _is_looked_at(own) and len(call_report._WATCHING._looks) == 1 else 1)
+        code = 1
+        try:
+            own = _State()
+            call_report.watch(own)
+            code = 0 if _is_looked_at(own) and len(call_report._WATCHING._looks) == 1 else 1
+        finally:
+            os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_report_does_not_wait_for_the_store_of_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calling thread may wait for a key of the group's store, as NCCL does before its first collective."""
-    store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timeout=datetime.timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=datetime.timedelta(seconds=60))
     reader = store.clone()
     monkeypatch.setattr(call_report, "group_store", lambda group: store)
     state = _State(type("Group", (), {"rank": lambda self: 0})())
@@ -214,3 +220,42 @@ def test_a_report_does_not_wait_for_the_store_of_the_calling_thread(monkeypatch:
     reader.set("late", "now")
     waits.join()
     assert written and reader.get("state/reached/0") == b"3"
+
+
+class _PythonStore(dist.Store):
+    """A store without ``clone``."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error, self.written = error, dict[str, str]()
+
+    def set(self, key: str, value: str) -> None:
+        if self.error is not None:
+            raise self.error
+        self.written[key] = value
+
+
+def test_a_store_without_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = _PythonStore()
+    monkeypatch.setattr(call_report, "group_store", lambda group: store)
+    state = _State(type("Group", (), {"rank": lambda self: 0})())
+    state.reached = lambda: 3  # type: ignore[method-assign]
+    _looks(state, 2)
+    assert store.written == {"state/reached/0": "3"}
+
+
+def test_a_store_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The watching thread goes on with the other groups."""
+    monkeypatch.setattr(call_report, "INTERVAL", 0.05)
+    store = _PythonStore(TypeError("no connection"))
+    monkeypatch.setattr(call_report, "group_store", lambda group: store)
+    watching, good, bad = call_report._Watching(), _State(), _State(type("Group", (), {"rank": lambda self: 0})())
+    bad.reached = lambda: 3  # type: ignore[method-assign]
+    watching.add(bad)
+    watching.add(good)
+    deadline = time.monotonic() + 10
+    while len(watching._looks) == 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _is_looked_at(good) and [looks.state() for looks in watching._looks] == [good]
+    watching.end()
+    assert "no connection" in caplog.text
