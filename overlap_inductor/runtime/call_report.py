@@ -191,7 +191,7 @@ def report(state: Watched, before: Seen) -> Seen:
 def _own_connection(store: dist.Store) -> dist.Store:
     try:
         return store.clone()
-    except RuntimeError:
+    except (AttributeError, RuntimeError):
         # A store that is written in Python may have no ``clone``. If the store's rank has ended, the next write raises.
         return store
 
