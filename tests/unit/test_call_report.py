@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,6 +202,21 @@ def test_a_forked_child_watches_its_groups() -> None:
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_fork_ends_no_store_of_the_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file of a ``FileStore`` counts the store's users. The last user that ends deletes the file."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    store.set("key", "here")
+    monkeypatch.setattr(call_report, "_OF_PARENT", [])
+    state = _State()
+    for _ in range(4):
+        call_report._STORES[state] = store.clone()
+        child = os.fork()
+        if not child:
+            os._exit(0 if len(call_report._OF_PARENT) == 1 and not call_report._STORES else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / "store").exists() and store.get("key") == b"here"
 
 
 def test_a_report_does_not_wait_for_the_store_of_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
