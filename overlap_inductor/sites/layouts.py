@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layout says which element of a tensor is at which index. It does not depend on which view ops made the tensor.
 
-A layout is a list of dims. Each dim is a list of *atoms*: its nested factors, outermost
-first. A dim's size is the product of its atoms' sizes. R, the rank atom, counts the ranks. A
-reshape regroups atoms, a permute reorders dims, and ``cat(split(x))`` moves R to another dim. R's place in a matmul's
-operand says whether B, M, N or K is gathered::
+A layout is a list of dims. Each dim is a list of *atoms*: its nested factors, outermost first. A dim's size is the
+product of its atoms' sizes. R, the rank atom, counts the ranks. A reshape regroups atoms, a permute reorders dims, and
+``cat(split(x))`` moves R to another dim. R's place in a matmul's operand says whether B, M, N or K is gathered::
 
     all_gather(x [b, s, h]) -> [R b] [s] [h] -> split/cat(dim=1) -> [b] [R s] [h] -> reshape -> [b R s] [h]
     the rows consist of the outer atom b, then R, then the chunk s (``ShardedDim``)
@@ -158,8 +157,8 @@ class Layout:
                 whole = have * atom.size
                 if isinstance(wanted, int) and isinstance(have, int) and isinstance(atom.size, int) and whole > wanted:
                     if atom.rank or wanted % have or atom.size % (wanted // have):
-                        what = "between ranks" if atom.rank else f"its {atom.size} indices unevenly"
-                        raise LayoutError(f"a reshape to {list(shape)} splits a dim {what}")
+                        parted = "a dim between ranks" if atom.rank else f"{atom.size} indices of a dim unevenly"
+                        raise LayoutError(f"a reshape to {list(shape)} splits {parted}")
                     front = Atom(wanted // have)
                     back = Atom(atom.size // front.size)
                     atom.children = (front, back)

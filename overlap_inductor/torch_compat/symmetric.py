@@ -213,7 +213,7 @@ def why_no_symmetric_memory(ranks: tuple[int, ...], device: torch.device) -> str
     if reason is not None or facts is None:
         return reason
     if facts.gpus < len(ranks) and not ranks_share_gpus():
-        return f"the group has {len(ranks)} ranks, but this process sees only {facts.gpus} GPU{'s'[: facts.gpus != 1]}"
+        return f"it needs {len(ranks)} GPUs, one for each rank; this process sees {facts.gpus}"
     if (machines := _machines(ranks, facts.local_ranks)) > 1:
         return f"the group's ranks run on {machines} machines (the job has {facts.local_ranks} ranks on each machine)"
     return f"this GPU cannot reach the memory of GPUs {facts.cut_off}" if facts.cut_off else None

@@ -63,7 +63,7 @@ def test_a_plan_for_another_machine_may_use_its_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "reason"), [(8, None), (16, "the group has 16 ranks, but this process sees only 8 GPUs")]
+    ("ranks", "reason"), [(8, None), (16, "it needs 16 GPUs, one for each rank; this process sees 8")]
 )
 def test_peers_of_another_machine_are_within_reach(ranks: int, reason: str | None) -> None:
     device = torch.device("cpu")

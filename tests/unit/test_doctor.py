@@ -262,7 +262,7 @@ def test_schedules_on_gpus_that_do_not_reach_each_other(monkeypatch: pytest.Monk
 def test_one_gpu_reaches_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 1)
     assert "one of them on another machine" in runs_here()[0].value
-    assert named(runs_here(), "fused").value == "the group has 2 ranks, but this process sees only 1 GPU"
+    assert named(runs_here(), "fused").value == "it needs 2 GPUs, one for each rank; this process sees 1"
     assert answers()["ring"] == "yes"
 
 
