@@ -57,8 +57,8 @@ def slow_hosts(count: int, megabits: int) -> Iterator[list[Host]]:
     Raises:
         OSError: the system refuses a namespace, a link or a rate limit; the message holds the command and its answer.
     """
-    # Names contain the process id, so that runs on one machine do not collide. An interface name has at most 15
-    # characters.
+    # The last digits of the process id keep the names of two runs on one machine apart. An interface name has at most
+    # 15 characters.
     prefix = f"ovl{os.getpid() % 100000}"
     hosts = [Host(f"{prefix}h{i}", f"10.77.0.{i + 1}", f"{prefix}i{i}") for i in range(count)]
     bridge = f"{prefix}br"

@@ -192,8 +192,8 @@ class ComparedCall:
         return ""
 
     def _inputs_differ(self, inputs: Sequence[Any]) -> str:
-        """Which of the inputs ``apart_from_plan`` differ in their group, or ``""``. The same text on all ranks of the
-        group."""
+        """Names the inputs of ``apart_from_plan`` whose values are not equal on all ranks of the input's group. ``""``
+        if there is none. All ranks of the group get the same text."""
         same: dict[str, dict[str, torch.Tensor]] = {}
         for index, name, group in self.apart_from_plan:
             same.setdefault(group, {})[name] = inputs[index]

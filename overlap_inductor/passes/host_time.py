@@ -6,8 +6,9 @@ If the host is slower, the GPU waits for it after every op, and hiding a transfe
 time. On 4 H200s, two layers of Llama-70B with overlap ran 0.73 to 0.85 times as fast as plain at 1024 tokens. At 4096
 tokens, they ran 1.06 to 1.12 times as fast as plain. Estimates::
 
-    GPU   all matmuls, attentions, and sites of grouped matmuls or lookups + all collectives, one after the other
-    host  ``launch_seconds`` for each of these matmuls, attentions and sites + ``call_seconds`` for each collective
+    GPU   the computation (matmuls, attentions, grouped matmuls, lookups) + the collectives, one after the other
+    host  ``launch_seconds`` for each matmul, for each attention, and for each site of grouped matmuls or of lookups
+          + ``call_seconds`` for each collective
 
 The forward and the backward of a joint graph have estimates of their own. The times are not compared if
 

@@ -11,8 +11,9 @@ custom passes.
     POST_GRAD  forward, backward and inference graphs, each on its own
                pass "overlap": collectives and the matmuls beside them become overlap ops
 
-If a slot has no pass, the functions ``enable``, ``disable`` and ``overlap`` install nothing in the slot. So if a pass
-is added to such a slot later, compiles run this pass only after the next call of one of these functions.
+If a slot has no pass, the functions ``enable`` and ``overlap`` install nothing in the slot. If a pass is added to such
+a slot later, compiles with these switches run it only after the next call of one of these functions. A compile with
+``backend="overlap_inductor"`` runs all passes that the pipeline has at that time.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from overlap_inductor.runtime.workspace import Launch
 
 
 def call_arguments(kernel: Any, launch: Launch) -> dict[str, Any]:
-    """The arguments of ``kernel`` that describe the call's slot, group and site, by parameter. A slot is memory and
-    flags, used by one call at a time.
+    """``{parameter's name: value}`` for the parameters of ``kernel`` that describe the call's slot, group and site. A
+    slot is memory and flags, used by one call at a time.
 
     ``peer_data`` and ``peer_flags`` are int64 ``[world_size]`` addresses. ``flags``, ``queues`` and ``calls`` are this
     rank's int32 tensors. ``signals`` is the number of flags per sending rank. ``stop`` is the group's fault memory,

@@ -116,7 +116,7 @@ def golden(report: OverlapReport) -> str:
 
 
 def test_gather_golden() -> None:
-    """Views are not copied, and no reshape is added."""
+    """Each of the two matmuls reads a view of the gathered shards. The shards are not copied."""
     with fake_group(2):
         check_golden(golden(hand_made("gather", 2).run(sub_chunks=1)), "one_text/gather.txt")
 
@@ -145,7 +145,8 @@ def test_travelling_accumulator_golden() -> None:
 
 
 def test_reduce_golden() -> None:
-    """An all-reduce sums each band, then gathers it. The gather of a band runs under the next band's matmuls."""
+    """An all-reduce sums each band under the matmuls of the next band. The sum is gathered under the matmuls of the band
+    after that. Here are only two bands, so no matmul is left for the gathers."""
     with fake_group(2):
         check_golden(golden(hand_made("reduce", 2).run(sub_chunks=2)), "one_text/reduce.txt")
 

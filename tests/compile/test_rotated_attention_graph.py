@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs and the code of attention beside exchanges of its keys and values."""
+"""Attention that runs while its keys and values are exchanged: the rewritten graphs, and the code that Inductor
+generates from them."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_one_matmul_multiplies_a_band_of_all_other_ranks() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_large_bands_are_multiplied_one_by_one_or_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The three other ranks are three groups of one rank, or a group of two ranks and one of one rank."""
+    """The three other ranks are three groups with one rank each, or two groups: one with two ranks, one with one rank."""
     bands = 4
     for ranks_together, matmuls in ((1, 3), (2, 2)):
         monkeypatch.setattr(unrolled_bands, "JOINED_ROWS", ranks_together * ROWS // bands)
@@ -136,7 +136,8 @@ def _windows(tensor: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> st
 
 
 def _read_late(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """After ``other`` is computed, ``product`` is read only through windows. ``other`` is as large as ``product``."""
+    """``product`` is read only through windows, and only after ``other`` has been computed. ``other`` is as large as
+    ``product``."""
     window = torch.ops.overlap_inductor.window.default
     product = x @ w
     first, last = (window(product, 0, start, 4) for start in (4, 12))

@@ -118,7 +118,7 @@ def test_schedule_chunked(tmp_path: Path) -> None:
         "gather an uneven sequence, batch 2",
         "scatter uneven rows",
         "scatter the last dim",
-        "all-reduce of rows that the ranks do not divide",
+        "all-reduce of rows whose number W does not divide",
         "an MLP, gathered and scattered",
     ]
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), names, "chunked", timeout=400)):

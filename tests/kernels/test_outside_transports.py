@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports from outside the package move the data of the schedules that use their protocol, in Triton's
-interpreter."""
+"""Schedules move their data with transports from outside the package. Each of these transports implements one of the
+classes of ``transports.transport``. Kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_uneven_and_batched_cases_agree_with_fp64_on_three_ranks(tmp_path: Path)
     names = [
         "gather sequence, batch 2, row-wise",
         "scatter sequence, batch 2, row-wise",
-        "all-reduce of rows that the ranks do not divide, row-wise",
+        "all-reduce of rows whose number W does not divide, row-wise",
     ]
     for rank, problems in enumerate(run_ranks(3, _check, str(tmp_path), names, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

@@ -117,10 +117,10 @@ SAMPLE = [
     "gather columns on the right, row-wise",
     "scatter an average with bias, tensor-wise",
     "scatter a sum of matmuls, one row-wise",
-    "all-reduce of rows that the ranks do not divide, row-wise",
+    "all-reduce of rows whose number W does not divide, row-wise",
     "an MLP, gathered and scattered, row-wise",
 ]
-"""Cases of each pattern, with scales of each kind."""
+"""Cases of gathers, reduce-scatters and all-reduces, with scales of each kind."""
 GENERATED = ["gather rows, two matmuls, row-wise", "scatter a sum of matmuls, one row-wise", "all-reduce, tensor-wise"]
 
 

@@ -48,7 +48,8 @@ def _compare_dtypes_by_identity_first() -> None:
 
 
 def _make_shapes_once() -> None:
-    """All blocks of one shape share the objects that hold it. No kernel changes these objects."""
+    """All tensors of one shape share the objects that hold it. So do all block types of one shape and element type. No
+    kernel changes these objects."""
     from triton.language import core
 
     make_block = core.block_type.__init__
@@ -76,8 +77,8 @@ def _make_shapes_once() -> None:
 
 
 def _check_arrays_once() -> None:
-    """A tensor checks that its array's elements are not larger than its dtype. The check runs once for each dtype and
-    size."""
+    """A tensor checks that an element of its array has no more bytes than its dtype. The check runs once for each dtype
+    and size of an element."""
     from triton.runtime.interpreter import TensorHandle
 
     check = TensorHandle.__post_init__

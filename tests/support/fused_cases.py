@@ -85,7 +85,7 @@ def _cases(w: int) -> dict[str, tuple[Any, list[tuple[int, ...]], int]]:
             [(1, s * w, 16), (8, 16), (8,)],
             1,
         ),
-        "all-reduce of rows that the ranks do not divide": (
+        "all-reduce of rows whose number W does not divide": (
             lambda x, a: all_reduce(x @ a, "sum", g),
             [(s * w - 1, 16), (16, 24)],
             1,
@@ -232,7 +232,7 @@ def sums(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]],
                 [(s * w, 16), (16, 24), (s * w, 40), (40, 24)],
                 1,
             ),
-            "all-reduce a sum of three matrices, one with bias, rows that the ranks do not divide": (
+            "all-reduce a sum of three matrices, one with bias, row count not a multiple of W": (
                 lambda x, a, y, b, z, c, d: all_reduce(x @ a + torch.addmm(d, y, b) + z @ c, "avg", g),
                 [(s * w - 1, 16), (16, 24), (s * w - 1, 40), (40, 24), (s * w - 1, 8), (8, 24), (24,)],
                 1,
@@ -263,7 +263,7 @@ def sums(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int, ...]],
                 pair,
                 1,
             ),
-            "all-reduce a sum of rows that the ranks do not divide": (
+            "all-reduce a sum of rows whose number W does not divide": (
                 lambda x, a, y, b: all_reduce(x @ a + y @ b, "sum", g),
                 [(1, s * w - 1, 16), (16, 24), (1, s * w - 1, 40), (40, 24)],
                 1,

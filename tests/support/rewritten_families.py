@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Hugging Face models whose all-reduces the sequence-parallel rewrite replaces, and compares them with the
-whole models in fp64."""
+"""Compiles sharded Hugging Face models whose all-reduces the sequence-parallel rewrite replaces. The results are
+compared with those of the same models, unsharded and in fp64."""
 
 from __future__ import annotations
 

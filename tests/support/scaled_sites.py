@@ -128,7 +128,7 @@ def _cases(w: int) -> dict[str, tuple[Callable[..., Any], list[Input], int]]:
             [("fp8", (s * w, 32)), weight, one, one],
             1,
         ),
-        "all-reduce of rows that the ranks do not divide, row-wise": (
+        "all-reduce of rows whose number W does not divide, row-wise": (
             lambda x, v, a, b: all_reduce(multiply(x, v.t(), a, b), "sum", g),
             [("fp8", (s * w - 1, 32)), weight, ("scale", (s * w - 1, 1)), columns],
             1,

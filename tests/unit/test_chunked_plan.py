@@ -48,7 +48,7 @@ def test_a_chunk_waits_for_exactly_what_it_reads(
     world_size: int, rows: int, chunks: int, scattered: bool, read_in_order: bool
 ) -> None:
     """A chunk's parts hold exactly the rows that the chunk reads or sends. Each row is written to a receiver once. The
-    number of a row's part gives the distance between sender and receiver."""
+    distance between sender and receiver follows from the index of the part in which a row is sent."""
     made, bounds = transfer_of(world_size, rows, chunks, scattered, read_in_order)
     landed: dict[tuple[int, int], tuple[int, int, int]] = {}
     for rank in range(world_size):

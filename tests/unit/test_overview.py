@@ -66,7 +66,7 @@ def test_a_second_run_is_not_read_as_the_first(two_runs: Path) -> None:
     assert shown == [
         [("0_0_inference_2", "0..1", "5 sites found: 4 overlapped, 1 refused; 2 near misses")],
         [("0_0_inference", "0..1", "11 sites found: 10 overlapped, 1 refused; 5 near misses")],
-    ], "only the first run's second graph is left: the second run overwrites the report of graph 0_0_inference"
+    ], "of the first run, only graph 0_0_inference_2 is left: the second run overwrites the report of 0_0_inference"
 
 
 def test_the_command_names_the_runs(two_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -172,3 +173,12 @@ def test_long_timelines_are_in_milliseconds() -> None:
     assert figure.unit == "ms"
     assert [text for _, text in figure.ticks] == ["0", "5", "10", "15", "20", "25", "30"]
     assert all(re.fullmatch(r"[\d.]+", text) for _, text in figure.ticks)
+
+
+@pytest.mark.parametrize(("kind", "first"), [("embedding_bag", "matmul"), ("embedding_gradient", "transfer")])
+def test_the_site_as_written_runs_lookups_before_their_exchange(kind: str, first: str) -> None:
+    """The backward receives the gradients before it computes. Schedule ``fused`` has no route."""
+    facts = facts_of("embedding_all_to_all", 2)
+    facts = dataclasses.replace(facts, matmuls=(dataclasses.replace(facts.matmuls[0], kind=kind),))
+    piece = PlanPiece("fused", None, estimate_us={"matmul": 60.0, "collective": 40.0, "keep": 100.0, "fused": 70.0})
+    assert [bar.lane for bar in sketch(facts, piece).written.bars][0] == first

@@ -86,8 +86,8 @@ def test_a_fault_is_logged_once_and_ends_the_process_after_the_grace_period(capl
 
 
 def test_the_rank_that_gave_up_first_is_named_and_waits_here_are_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    """When another rank gives up, its host sets the abort word of this rank's GPU, which ends the waits there. If that
-    host cannot copy the word, the waits go on. So this rank's watchdog stops them."""
+    """When another rank gives up, it sets the abort word of this rank's GPU, which ends the waits there. If that rank
+    cannot set the word, the waits go on. So this rank's watchdog sets it."""
     scene = Scene()
     scene.give_up(0, stamp=7)
     scene.give_up(2, stamp=6)

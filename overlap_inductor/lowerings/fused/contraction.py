@@ -47,7 +47,8 @@ def contracted_all_to_all_matmul(
         b: ``[world_size * k, N]``, with the rows in the ranks' order. ``b`` is row-major with rows of whole 16-byte
             words, or column-major with such columns.
         bias: ``[N]``.
-        keep: the kernel does not end the call, so that the received rows can still be read (``received.Received``).
+        keep: the received rows can still be read after the kernel. Peers may not overwrite them until ``calls.end``
+            runs (``received.Received``).
 
     Returns:
         ``[rows, N]``, summed in fp32 and rounded once.

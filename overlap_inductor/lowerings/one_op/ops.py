@@ -7,7 +7,9 @@ JSON text of the schedule's parameters.
 
 An op runs the plain collective and matmul in any of these cases:
 
-- The site has no rows, or its whole matmul has fewer rows than the parameter ``min_rows``.
+- The site has no rows.
+- The rows of W shards are fewer than the parameter ``min_rows``. If W does not divide an all-reduce's rows, a shard's
+  rows are rounded up.
 - The site has more rows than its workspace was planned for.
 - The group had no room for the site's workspace.
 

@@ -48,7 +48,7 @@ from overlap_inductor.sites.uneven_nodes import UnevenSentNodes
 class RingForm(Protocol):
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
         """The plan's parameters: ``sub_chunks`` (``parts``) and ``route``. If the ring must not be unrolled, there is
-        also ``min_rows``, which is ``floor`` of ``looping`` and may be 0."""
+        also ``min_rows``: the argument ``floor`` for the method ``looping``, which may be 0."""
         ...
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:

@@ -46,9 +46,9 @@ JOINABLE = ("mm", "addmm")
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a consumer's output, from the shards of the ranks ``r + shift`` for each of ``shifts``, one after the
-    other. Its place in each shard: ``block`` along the gathered dim, ``cross_start`` along the crossing dim
-    (``Consumer``)."""
+    """A part of a consumer's output. ``node`` holds rows of one or more shards: first those of rank ``r + shifts[0]``,
+    then those of rank ``r + shifts[1]``, and so on. The part's place in each shard: ``block`` along the gathered dim,
+    ``cross_start`` along the crossing dim (``Consumer``)."""
 
     node: fx.Node
     shifts: tuple[int, ...]

@@ -43,7 +43,8 @@ class WaveParameters:
     Attributes:
         blocks: number of the device's SMs.
         free: numbers of SMs to leave to the collectives. The first call of each size tries all and keeps the fastest.
-        partition: first band of each group, then the number of bands: ``(0, 3, 8)``. ``None``: the predictor's choice.
+        partition: the first bands of all groups and, last, the number of bands. For example, ``(0, 3, 8)`` has two
+            groups: bands 0 to 2, and bands 3 to 7. ``None``: the predictor's choice.
         halves: store tiles in two halves, which leaves shared memory for one more stage.
         transport: name of the ``WholeCollectives`` transport; empty: the first one.
     """

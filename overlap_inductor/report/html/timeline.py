@@ -88,6 +88,8 @@ def _gathers_first(facts: SiteFacts, piece: PlanPiece) -> bool:
             or facts.matmuls[0].kind == "embedding_gradient"
         )
         return piece.parameters["route"] in _SHARDS_TRAVEL or arrives
+    if facts.pattern == "embedding_all_to_all":
+        return facts.matmuls[0].kind == "embedding_gradient"
     return not facts.collective.reduce_op and not facts.pattern.startswith(("matmul", "attention"))
 
 
