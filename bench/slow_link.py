@@ -91,14 +91,14 @@ def run(world_size: int, options: dict[str, Any], timeout: float) -> Iterator[di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=2048, help="layers of experts have four times as many")
     parser.add_argument("--inner", type=int, default=1024)
     parser.add_argument("--columns", type=int, nargs="+", default=[512, 1024, 2048, 3072, 4096])
     parser.add_argument(
         "--megabits", type=int, nargs="+", default=[500, 250], help="link rate for each entry of --ranks"
     )
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--sub-chunks", type=int, default=2)
+    parser.add_argument("--sub-chunks", type=int, help="default: 2; for layers of experts 4")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for each entry of --ranks")
     parser.add_argument("--out", type=Path, help="the folder for rows, table and plot")

@@ -221,6 +221,13 @@ CASES: dict[str, Callable[[Sizes], Case]] = {
     "experts, dispatched": lambda of: _dispatched(of, trains=False),
     "experts, dispatched, training": lambda of: _dispatched(of, trains=True),
 }
+_OF_EXPERTS = [name for name in CASES if name.startswith("experts")]
+ROWS = dict.fromkeys(CASES, 1) | dict.fromkeys(_OF_EXPERTS, 4)
+"""By which factor the rows of a case are more than ``--rows``. Each piece of a layer of experts reads the matrices of
+all experts of the rank. With few rows, these reads take longer than the multiplications."""
+SUB_CHUNKS = dict.fromkeys(CASES, 2) | dict.fromkeys(_OF_EXPERTS, 4)
+"""The number of sub-chunks of a case, unless ``--sub-chunks`` is given. After the last matmul of an all-reduce in S
+bands, one band is still broadcast, so more bands expose less."""
 
 
 def results(case: Case, function: Callable[..., torch.Tensor], module: Any) -> list[torch.Tensor]:

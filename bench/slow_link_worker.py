@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 import overlap_inductor
 from bench.slow_link_cases import CASES
+from bench.slow_link_cases import ROWS
+from bench.slow_link_cases import SUB_CHUNKS
 from bench.slow_link_cases import Case
 from bench.slow_link_cases import Sizes
 from bench.slow_link_cases import results
@@ -53,13 +55,17 @@ def main() -> None:
     torch._dynamo.config.capture_scalar_outputs = True
     for columns in options["columns"]:
         for name in options["cases"]:
-            case = CASES[name](Sizes(rank, world_size, options["rows"], options["inner"], columns))
-            times, error = _measured(name, case, options)
+            rows, sub_chunks = options["rows"] * ROWS[name], options["sub_chunks"] or SUB_CHUNKS[name]
+            case = CASES[name](Sizes(rank, world_size, rows, options["inner"], columns))
+            times, error = _measured(name, case, sub_chunks, options["repeats"])
             row = {
                 "pattern": name,
                 "world_size": world_size,
                 "columns": columns,
-                **{k: options[k] for k in ("rows", "inner", "megabits", "sub_chunks")},
+                "rows": rows,
+                "inner": options["inner"],
+                "megabits": options["megabits"],
+                "sub_chunks": sub_chunks,
                 **{f"{k}_ms": round(v, 2) for k, v in times.items()},
                 "relative_error": error,
             }
@@ -69,7 +75,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _measured(name: str, case: Case, options: dict[str, Any]) -> tuple[dict[str, float], float]:
+def _measured(name: str, case: Case, sub_chunks: int, repeats: int) -> tuple[dict[str, float], float]:
     """The times of a case, and the error of the ring relative to the plain program.
 
     Raises:
@@ -79,7 +85,7 @@ def _measured(name: str, case: Case, options: dict[str, Any]) -> tuple[dict[str,
     plain, ring, compute = (_compiled(f) for f in (case.whole, case.whole, case.compute))
     expected = results(case, plain, case.whole)
     sites_before = _overlapped()
-    with overlap_inductor.overlap(schedule="ring", sub_chunks=options["sub_chunks"]):
+    with overlap_inductor.overlap(schedule="ring", sub_chunks=sub_chunks):
         found = results(case, ring, case.whole)
     sites = _overlapped() - sites_before
     errors = [(f - e).abs().max() / e.abs().max().clamp(min=1e-6) for f, e in zip(found, expected, strict=True)]
@@ -96,7 +102,7 @@ def _measured(name: str, case: Case, options: dict[str, Any]) -> tuple[dict[str,
             "matmul": lambda: results(case, compute, case.compute),
             "collective": case.transfer,
         },
-        options["repeats"],
+        repeats,
     )
     return times, error
 

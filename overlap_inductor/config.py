@@ -44,13 +44,13 @@ def _named(name: str, value: Any, always: tuple[str, ...], known: names.Names) -
     return value if value in always else _choice(name, value, (*always, *known.known()))
 
 
-def _positive(name: str, value: Any) -> int:
+def _positive(name: str, value: Any, or_else: str = "") -> int:
     try:
         number = int(value)
     except (TypeError, ValueError):
         number = 0
     if number < 1:
-        raise _wrong(name, value, "is not allowed; expected a whole number of at least 1")
+        raise _wrong(name, value, f"is not allowed; expected a whole number of at least 1{or_else}")
     return number
 
 
@@ -113,12 +113,13 @@ class OverlapConfig:
     """``unidirectional`` | ``bidirectional``: whether gathered shards travel around the ring in one direction or in
     both."""
 
-    sub_chunks: int = _key(4)
-    """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard. For embedding tables, the ring
-    sends at most ``4 * S`` groups of tables instead. On CPUs, schedule ``auto`` takes the fewest sub-chunks, at most S,
-    whose estimated time is at most 5 % above the shortest. A seam in [bands](sequence-parallel.md) has as many
-    sub-chunks as it has bands. The cost model assumes that ``1 / (world_size * S)`` of the shorter of matmul and
-    transfer stays exposed."""
+    sub_chunks: int | str = _key("auto")
+    """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard, or ``auto``. ``auto`` is 4. For
+    gathers and reduce-scatters on a CPU, it is 4 divided by the number of ranks, rounded down, and at least 1. For
+    embedding tables, the ring sends at most ``4 * S`` groups of tables instead. On CPUs, schedule ``auto`` takes the
+    fewest sub-chunks, at most S, whose estimated time is at most 5 % above the shortest. A seam in
+    [bands](sequence-parallel.md) has as many sub-chunks as it has bands. The cost model assumes that ``1 / (world_size
+    * S)`` of the shorter of matmul and transfer stays exposed."""
 
     step_node_budget: int = _key(3000)
     """The number of FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. A site that does not
@@ -177,8 +178,10 @@ class OverlapConfig:
         for pattern in patterns:
             _choice("patterns", pattern, names.PATTERNS.known())
         set_(self, "patterns", patterns)
-        for name in ("sub_chunks", "step_node_budget", "workspace_limit", "max_tokens", "agreement_timeout"):
+        for name in ("step_node_budget", "workspace_limit", "max_tokens", "agreement_timeout"):
             set_(self, name, _positive(name, getattr(self, name)))
+        if self.sub_chunks != "auto":
+            set_(self, "sub_chunks", _positive("sub_chunks", self.sub_chunks, " or 'auto'"))
         if self.machine is not None:
             set_(self, "machine", _machine_facts(self.machine))
         if self.dump is not None:

@@ -349,7 +349,8 @@ def _incremental_update(original: Callable[..., Any], updater: Any, *args: Any, 
         return original(updater, *args, **kwargs)
     from torch._inductor.virtualized import V
 
-    graph = updater.gm.graph if hasattr(updater, "gm") else updater.graph  # torch 2.11
+    # In torch 2.11, the updater has ``graph`` and no ``gm``.
+    graph = updater.gm.graph if hasattr(updater, "gm") else updater.graph
     updater.processed_hashes.update(updater.hash_node(n) for n in graph.nodes if step_values.up_to_date(n))
     with without_guards(V.fake_mode.shape_env):
         return original(updater, *args, **kwargs)

@@ -71,12 +71,12 @@ def _agree(group_name: str, *args: Any) -> Any:
     later, its host code could split a CUDA graph between steps of the transfer.
 
     Raises:
-        OverlapError: another pass has moved a step of a transfer.
+        OverlapError: another pass has moved a step of a ring past a write to its buffer.
     """
     if (node := moved(V.graph.graph)) is not None:
         raise OverlapError(
-            f"{node} is a step of a transfer in flight, but a pass that runs after overlap_inductor's has moved it past"
-            " a write to the transfer's buffer. Put overlap_inductor's pass last, or set"
+            f"{node} reads or writes a buffer of a ring's steps. A pass that runs after the pass of overlap_inductor"
+            " has moved this node past a write to the buffer. Put the pass of overlap_inductor last, or set"
             " OVERLAP_INDUCTOR_STEP_NODE_BUDGET=1, so that no ring is unrolled."
         )
     ops = torch.ops.overlap_inductor
@@ -104,9 +104,10 @@ def _narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
 
 
 def _window(x: Any, dim: int, start: Any, length: Any) -> Any:
-    """On a CPU, Inductor treats the ``length`` rows from row ``start`` on as a separate buffer (a window). This saves
-    time of the C++ compiler (module ``window``). If ``window`` returns ``None``, the op is lowered as ``narrow``. On
-    other devices, a window would only add a node, so the op is always lowered as ``narrow``."""
+    """The op returns ``length`` rows of ``x``, beginning at row ``start``. On a CPU, Inductor treats these rows as a
+    separate buffer (a window). This saves time of the C++ compiler (module ``window``). If ``window`` returns ``None``,
+    the op is lowered as ``narrow``. On other devices, a window would only add a node, so the op is always lowered as
+    ``narrow``."""
     rows = None
     if x.get_device().type == "cpu":
         rows = window(x, dim, _expression(start), _expression(length))
@@ -228,7 +229,7 @@ def _assemble(
     group_name: str,
 ) -> Any:
     shape, starts, chunk = [*map(_expression, shape)], [*map(_expression, starts)], _expression(chunk)
-    rank_count = len(shape)
+    dims = len(shape)
     layout = ir.FixedLayout(
         pieces[0].get_device(),
         pieces[0].get_dtype(),
@@ -240,7 +241,7 @@ def _assemble(
     written = []
     nodes = V.graph.current_node.args[0]
     for i, (piece, shift) in enumerate(zip(pieces, shifts, strict=True)):
-        offsets = list(starts[i * rank_count : (i + 1) * rank_count])
+        offsets = list(starts[i * dims : (i + 1) * dims])
         offsets[dim] = offsets[dim] + _slot(group_name, shift) * sympy.sympify(chunk)
         written.append(_adopt(piece, _strided_view(box, piece.get_size(), offsets), nodes[i]))
     kernel.name = V.graph.register_buffer(kernel)

@@ -55,7 +55,7 @@ def zeros_like_outputs(gm: torch.fx.GraphModule) -> Callable[[list[Any]], list[A
         if not isinstance(size, SymTypes):
             return size
         value = size.node.expr.xreplace(known)
-        # If a symbol is left, the size depends on data (``nonzero``, ...). Then any size is right here.
+        # If a symbol is left, the size depends on data (``nonzero``, ...). Then any size will do.
         return 1 if getattr(value, "free_symbols", None) else int(value)
 
     def run(args: list[Any]) -> list[Any]:

@@ -140,8 +140,9 @@ def _viewed(node: fx.Node, layout: Layout) -> Layout:
 
 
 def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple[Atom, list[Atom]]:
-    """``(the atom that counts the receiving ranks, the atoms of a slice in order)``. An atom is a dim, or a factor of a
-    dim (``layouts.Atom``). Raises ``LayoutError`` if no single atom counts these ranks. If the all-to-all's input is a
+    """``(atom of the receiving ranks, atoms of a slice in order)``. An atom is a dim, or a factor of a dim
+    (``layouts.Atom``). The first atom has one index for each receiving rank. Raises ``LayoutError`` if no single atom
+    has. If the all-to-all's input is a
     flattened view of a tensor ``[R, ...]``, the atoms are read from that tensor. (A reshape cannot split a flattened
     dim of symbolic size.)"""
     source, ranks = collective.input, collective.world_size
@@ -155,7 +156,7 @@ def _slices(collective: CollectiveNode, layouts: dict[fx.Node, Layout]) -> tuple
     first, *others = layout.refined().dims
     receivers = Layout((first,)).without_rank().flat()
     if len(receivers) != 1:
-        raise LayoutError("no single atom of the matmul's result counts the receiving ranks")
+        raise LayoutError("no single dim of the matmul's result has one index for each receiving rank")
     return receivers[0], Layout(tuple(others)).without_rank().flat()
 
 

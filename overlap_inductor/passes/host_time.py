@@ -6,8 +6,9 @@ If the host is slower, the GPU waits for it after every op, and hiding a transfe
 time. On 4 H200s, two layers of Llama-70B with overlap ran 0.73 to 0.85 times as fast as plain at 1024 tokens. At 4096
 tokens, they ran 1.06 to 1.12 times as fast as plain. Estimates::
 
-    GPU   the computation (matmuls, attentions, grouped matmuls, lookups) + the collectives, one after the other
-    host  ``launch_seconds`` for each matmul, for each attention, and for each site of grouped matmuls or of lookups
+    GPU   the computation (matmuls, attentions and other ops whose FLOPs torch can count; grouped matmuls; lookups)
+          + the collectives, one after the other
+    host  ``launch_seconds`` for each of these ops, and for each site of grouped matmuls or of lookups
           + ``call_seconds`` for each collective
 
 The forward and the backward of a joint graph have estimates of their own. The times are not compared if
@@ -49,8 +50,8 @@ to 0.99 times as fast as plain ones."""
 
 @dataclass
 class _Launched:
-    """What a graph launches. ``multiplied``: matmuls and attentions. ``others``: sites of grouped matmuls and of
-    lookups."""
+    """What a graph launches. ``multiplied``: matmuls, attentions, and other ops whose FLOPs torch can count.
+    ``others``: sites of grouped matmuls and of lookups."""
 
     multiplied: list[fx.Node]
     others: list[OverlapSite]

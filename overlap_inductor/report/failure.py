@@ -31,7 +31,8 @@ class Failure:
 
     Stages:
 
-    - ``pass``: no site is overlapped. Stretches that were rewritten before stay rewritten.
+    - ``pass``: no site is overlapped. If the sequence-parallel pass has already rewritten stretches, they stay
+      rewritten.
     - ``rewrite``: ``sites`` are not overlapped.
     - ``seam``: the two ``sites`` of a seam (``passes.sequence.seams``) are overlapped without bands.
     - ``sequence_parallel``: no stretch of the graph is rewritten.

@@ -130,8 +130,8 @@ class OverlapReport:
         return value
 
     def __str__(self) -> str:
-        """The report's title, the estimated time of all sites together (as written, and by the plan), and the first rows
-        of the table of sites. Sites that differ only in the number of their layer share a row."""
+        """The report's title, the estimated time of all sites together (as written, and by the plan), and the first
+        rows of the table of sites. Sites that differ only in the number of their layer share a row."""
         from overlap_inductor.report.short import render_short
 
         return render_short(self)

@@ -28,9 +28,10 @@ class BandedNodes(SentNodes):
     An *atom* is a dim or a factor of a dim. A *rank atom* counts ranks (``sites.layouts``).
 
     Attributes:
-        layouts: the layouts of the nodes from the matmul to the all-to-all. In each layout, a rank atom of size 1
-            stands before the matmul's rows. ``sites.row_wise`` takes the dim of the rank atom as the rows.
-        receivers: the atom of the all-to-all's input that counts the receiving ranks.
+        layouts: the layouts of the nodes from the matmul to the all-to-all. In each layout, the dim
+            that holds the matmul's rows begins with a rank atom of size 1. By this atom, ``sites.row_wise`` knows which
+            dim holds the rows.
+        receivers: the atom of the all-to-all's input that has one index for each receiving rank.
         band: the atom of the matmul's rows along which bands are cut.
         slice: the atoms of a rank's slice, in the order of the all-to-all's input.
         kept: the nodes in ``layouts`` that nodes behind the all-to-all also read.

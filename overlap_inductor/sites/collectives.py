@@ -105,7 +105,7 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def kept_kind(node: fx.Node) -> str | None:
-    """Kind and dtype (``"all_reduce bfloat16"``) of a collective that all ranks of a group call, else ``None``.
+    """Kind and dtype (``"all_reduce bfloat16"``) of a collective that every rank of its group must call, else ``None``.
     Only the kind if the collective reads no tensor. Also ``None`` for a collective in ``c10d`` or
     ``c10d_functional``."""
     found = _kind(node)

@@ -121,8 +121,8 @@ def test_matmuls_that_an_op_leaves_are_reported_and_counted(schedule: str, monke
 @pytest.mark.parametrize("schedule", ["fused", "chunked"])
 @pytest.mark.parametrize("left_first", [True, False])
 def test_a_token_count_that_is_dynamic_only_for_the_op_stays_dynamic(schedule: str, left_first: bool) -> None:
-    """The batch size is dynamic, and the sequence dim is gathered. The site's overlap op computes the plain matmul, whose
-    number of rows is dynamic. The batched matmul stays outside the op, and its number of rows is static."""
+    """The batch size is dynamic, and the sequence dim is gathered. The site's overlap op computes the plain matmul,
+    whose number of rows is dynamic. The batched matmul stays outside the op, and its number of rows is static."""
     with fake_group(2):
         made = HandGraph()
         gathered = made.gather_on(made.input(5, 24, 16, dtype=BF16, dynamic=[0]), 1)

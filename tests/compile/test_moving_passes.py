@@ -114,7 +114,7 @@ def test_a_moved_step_is_an_error_of_the_compile(monkeypatch: pytest.MonkeyPatch
         settings,
         torch.no_grad(),
         overlap_inductor.overlap(schedule="ring"),
-        pytest.raises(Exception, match="take_default is a step of a transfer in flight") as raised,
+        pytest.raises(Exception, match="take_default reads or writes a buffer of a ring's steps") as raised,
     ):
         compiled(torch.randn(8, 16), torch.randn(16, 8))
     assert OverlapError.__name__ in str(raised.value) or isinstance(raised.value, OverlapError)

@@ -145,8 +145,8 @@ def test_travelling_accumulator_golden() -> None:
 
 
 def test_reduce_golden() -> None:
-    """An all-reduce sums each band under the matmuls of the next band. The sum is gathered under the matmuls of the band
-    after that. Here are only two bands, so no matmul is left for the gathers."""
+    """A rank sums its slice of a band as soon as it has multiplied the slice. The sum of the first band is broadcast
+    under the matmuls of the second band."""
     with fake_group(2):
         check_golden(golden(hand_made("reduce", 2).run(sub_chunks=2)), "one_text/reduce.txt")
 

@@ -91,7 +91,8 @@ def test_one_matmul_multiplies_a_band_of_all_other_ranks() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_large_bands_are_multiplied_one_by_one_or_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The three other ranks are three groups with one rank each, or two groups: one with two ranks, one with one rank."""
+    """The three other ranks are three groups with one rank each, or two groups: one with two ranks, one with one
+    rank."""
     bands = 4
     for ranks_together, matmuls in ((1, 3), (2, 2)):
         monkeypatch.setattr(unrolled_bands, "JOINED_ROWS", ranks_together * ROWS // bands)

@@ -196,7 +196,7 @@ def test_auto_gives_both_sites_the_sub_chunks_of_the_fastest_seam(monkeypatch: p
 
     def sub_chunks() -> list[Any]:
         with fake_group(2):
-            report = Parts(multiply=wide).seam().run(mode="report", schedule="auto", machine=SLOW)
+            report = Parts(multiply=wide).seam().run(mode="report", schedule="auto", machine=SLOW, sub_chunks=4)
         plans = [s.decision.moving.parameters for s in report.sites]
         return [(p["sub_chunks"], p.get("bands")) for p in plans]
 

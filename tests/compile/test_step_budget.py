@@ -135,7 +135,7 @@ def test_ranks_unroll_the_same_sites() -> None:
     texts = []
     for rank in (0, 5):
         with fake_group(8, rank):
-            report = backward(20).run(is_inference=False)
+            report = backward(20).run(is_inference=False, sub_chunks=4)
             texts.append((report.plan_hash, report.after, unrolled(report)))
     assert texts[0] == texts[1] and True in texts[0][2] and False in texts[0][2]
 
@@ -149,7 +149,7 @@ def with_pointwise_ops(count: int, loopable: bool, budget: int) -> OverlapReport
         y = made.mm(made.gather(x) if loopable else x, w)
         for _ in range(count):
             y = made.call(aten.neg.default, y)
-        return made.output(y if loopable else made.scatter(y)).run(step_node_budget=budget)
+        return made.output(y if loopable else made.scatter(y)).run(step_node_budget=budget, sub_chunks=4)
 
 
 def test_ranks_with_unlike_epilogues_exchange_the_same() -> None:
@@ -183,7 +183,7 @@ def test_a_site_without_a_looping_op_gets_its_budget_first(budget: int) -> None:
                 aten.bmm.default, made.gather_on(made.input(3, 4, 16, name="y"), 1), made.input(3, 16, 8, name="v")
             )
         )
-        report = made.output(*outs).run(step_node_budget=budget)
+        report = made.output(*outs).run(step_node_budget=budget, sub_chunks=4)
     assert [f[2] for f in facts(report)] == ["overlapped"] * 5
     assert unrolled(report) == ([True, True, False, False, True] if budget == 220 else [True] * 5)
 

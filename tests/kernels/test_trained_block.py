@@ -59,7 +59,8 @@ def _check(rank: int, world_size: int, folder: str, schedule: str, variant: Vari
     ],
 )
 def test_a_block_that_trains(schedule: str, variant: Variant, tmp_path: Path) -> None:
-    """A weight's gradient must be computed after the whole gathered tensor has arrived. A sum must contain all its
-    products, each computed from its chunk's rows."""
+    """A weight's gradient must be computed after the whole gathered tensor has arrived. The
+    backward also reduce-scatters sums of products. Each chunk of such a sum must contain every product, computed from
+    the chunk's rows."""
     for rank, problems in enumerate(run_ranks(2, _check, str(tmp_path), schedule, variant, timeout=400)):
         assert not problems, f"rank {rank}: {problems}"

@@ -19,7 +19,7 @@ H, OWN, VOCABULARY, HEADS = 16, 8, 32, 2
 
 
 class ReduceForward(torch.autograd.Function):
-    """The result of a row-parallel layer. Forward all-reduces."""
+    """The result of a row-parallel layer: ``forward`` computes an all-reduce, ``backward`` does not."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ class ReduceForward(torch.autograd.Function):
 
 
 class ReduceBackward(torch.autograd.Function):
-    """The input of a column-parallel layer. Backward all-reduces."""
+    """The input of a column-parallel layer: ``backward`` computes an all-reduce, ``forward`` does not."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ def test_every_variant_has_allowed_switches_and_only_auto_gets_machine_facts(mon
         config = OverlapConfig(**(variant.switches or {}))
         assert (config.machine is not None) == (config.schedule == "auto" and variant.switches is not None)
         assert variant.right == (variant.name != LOCAL)
-        assert config.sub_chunks == (4 if variant.switches is None else 2)
+        assert config.sub_chunks == ("auto" if variant.switches is None else 2)
     assert (found()[0], found()[-1]) == (PLAIN, LOCAL)
 
     @dataclasses.dataclass

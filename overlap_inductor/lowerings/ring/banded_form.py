@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.lowerings.ring import sub_chunks
 from overlap_inductor.lowerings.ring import unrolled_banded
 from overlap_inductor.lowerings.ring.gather_form import in_eights
 from overlap_inductor.lowerings.ring.unrolled_exchange import ROUTE
@@ -25,7 +26,8 @@ class BandedRing:
     """See ``form.RingForm``."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        return {"sub_chunks": part_count(nodes_of(site, BandedNodes).lead, config.sub_chunks), "route": ROUTE}
+        parts = part_count(nodes_of(site, BandedNodes).lead, sub_chunks.most(site, config))
+        return {"sub_chunks": parts, "route": ROUTE}
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
         return {"M": parts}

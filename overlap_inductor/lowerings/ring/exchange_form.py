@@ -10,6 +10,7 @@ from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.ring import looped_exchange
+from overlap_inductor.lowerings.ring import sub_chunks
 from overlap_inductor.lowerings.ring import unrolled_exchange
 from overlap_inductor.lowerings.ring.gather_form import GatherRing
 from overlap_inductor.lowerings.ring.gather_form import in_eights
@@ -28,7 +29,7 @@ class SentRing:
     first. Each piece is sent as soon as it is computed."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        parts = part_count(nodes_of(site, SentNodes).lead, config.sub_chunks)
+        parts = part_count(nodes_of(site, SentNodes).lead, sub_chunks.most(site, config))
         return {"sub_chunks": parts, "route": unrolled_exchange.ROUTE}
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:

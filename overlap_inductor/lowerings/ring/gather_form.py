@@ -11,6 +11,7 @@ from torch import fx
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.ring import gather_cuts
 from overlap_inductor.lowerings.ring import looped_gather
+from overlap_inductor.lowerings.ring import sub_chunks
 from overlap_inductor.lowerings.ring import unrolled_gather
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites import graph_tools as tools
@@ -31,7 +32,7 @@ class GatherRing:
         nodes = nodes_of(site, GatherNodes)
         lead = gather_cuts.leading_atom(nodes)
         cuts = lead is not None and gather_cuts.can_cut(nodes)
-        parts = part_count(lead.size, config.sub_chunks) if lead is not None and cuts else 1
+        parts = part_count(lead.size, sub_chunks.most(site, config)) if lead is not None and cuts else 1
         return {"sub_chunks": parts, "route": "ring" if config.ring_direction == "unidirectional" else "bidirectional"}
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:

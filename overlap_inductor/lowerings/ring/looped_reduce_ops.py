@@ -22,6 +22,7 @@ import torch.distributed as dist
 from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.library import define
 from overlap_inductor.torch_compat.distributed import resolve_group
+from overlap_inductor.torch_compat.target import on_gpu
 from overlap_inductor.transports import exchange as exchanges
 from overlap_inductor.transports import routes
 
@@ -232,11 +233,13 @@ def all_reduce_rows(
         back.piece(rank, band).copy_(_reduce(own, received, reduce_op).view(-1))
         back.post(band)
 
+    later = 1 if on_gpu(like.device) else 0  # as in ``unrolled_reduce``
     for band in range(parts):
         alive.append(_partials(compute, cuts, [band], scatter, group))
-        if band:
-            give_back(band - 1, alive[band - 1][-1])
-    give_back(parts - 1, alive[-1][-1])
+        if band >= later:
+            give_back(band - later, alive[band - later][-1])
+    for band in range(parts - later, parts):
+        give_back(band, alive[band][-1])
     body = world_size * rows
     if body < total_rows:
         left = compute(slice(body, total_rows))

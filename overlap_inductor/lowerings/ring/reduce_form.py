@@ -13,6 +13,7 @@ from overlap_inductor.lowerings import reduced_rows
 from overlap_inductor.lowerings.ring import grouped_rows
 from overlap_inductor.lowerings.ring import looped_grouped
 from overlap_inductor.lowerings.ring import looped_reduce
+from overlap_inductor.lowerings.ring import sub_chunks
 from overlap_inductor.lowerings.ring import unrolled_reduce
 from overlap_inductor.lowerings.ring.gather_form import in_eights
 from overlap_inductor.lowerings.schedule import Replaced
@@ -35,11 +36,11 @@ class ReduceRing:
     """
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        nodes = nodes_of(site, ReduceNodes)
+        nodes, most = nodes_of(site, ReduceNodes), sub_chunks.most(site, config)
         if site.facts.pattern == "matmul_all_gather":
-            return {"sub_chunks": part_count(nodes.padded_shape[0], config.sub_chunks), "route": "broadcast"}
+            return {"sub_chunks": part_count(nodes.padded_shape[0], most), "route": "broadcast"}
         travels = config.numerics == "allow_hop_rounding" and site.facts.pattern == "matmul_reduce_scatter"
-        parts = part_count(nodes.sharded.chunk, config.sub_chunks)
+        parts = part_count(nodes.sharded.chunk, most)
         found: dict[str, Any] = {"sub_chunks": parts, "route": "travel" if travels else "owner"}
         if not isinstance(nodes.tokens, int) and looped_grouped.computes(site.facts.pattern, nodes):
             # If a plan has ``min_rows``, ``fit_budget`` takes the looping op. Unrolled steps would add guards, because

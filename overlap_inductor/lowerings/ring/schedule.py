@@ -18,6 +18,7 @@ from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.lowerings.ring import bands_form
 from overlap_inductor.lowerings.ring import cost as cost_of_ring
+from overlap_inductor.lowerings.ring import sub_chunks
 from overlap_inductor.lowerings.ring.form import form_of
 from overlap_inductor.lowerings.schedule import ExchangeTerms
 from overlap_inductor.lowerings.schedule import Replaced
@@ -201,7 +202,7 @@ def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | N
 
 
 def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
-    parts = _parameters(site, config)["sub_chunks"] if scale == 1.0 else config.sub_chunks
+    parts = _parameters(site, config)["sub_chunks"] if scale == 1.0 else sub_chunks.most(site, config)
     return cost_of_ring.pays(sizes_at(site, scale), machine_of(site, config), parts, _margin(site))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
+from overlap_inductor.lowerings.ring import sub_chunks
 from overlap_inductor.lowerings.ring import unrolled_tables
 from overlap_inductor.lowerings.ring.unrolled_exchange import ROUTE
 from overlap_inductor.lowerings.schedule import Replaced
@@ -23,12 +24,12 @@ from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.sites.step_emitter import part_count
 
 
-def _parameters(nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
+def _parameters(site: OverlapSite, nodes: TableNodes, config: OverlapConfig) -> dict[str, Any]:
     """Sub-chunks are groups of tables. A group holds the rows of all ranks for these tables. In other forms, a
     sub-chunk is a part of one rank's rows. So a group is larger than such a sub-chunk. The transfer of the last group
     (for gradients, of the first group) is exposed. To keep this transfer short, there are up to
-    ``4 * config.sub_chunks`` groups."""
-    return {"sub_chunks": part_count(nodes.count, 4 * config.sub_chunks), "route": ROUTE}
+    ``4 * S`` groups."""
+    return {"sub_chunks": part_count(nodes.count, 4 * sub_chunks.most(site, config)), "route": ROUTE}
 
 
 class _TableRing:
@@ -56,7 +57,7 @@ class PooledRing(_TableRing):
     """See ``form.RingForm``. The results of a group of tables are sent as soon as they are looked up."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        return _parameters(nodes_of(site, PooledNodes), config)
+        return _parameters(site, nodes_of(site, PooledNodes), config)
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
         nodes, world_size = nodes_of(site, PooledNodes), site.facts.collective.world_size
@@ -71,7 +72,7 @@ class GradientRing(_TableRing):
     """See ``form.RingForm``. The gradients of a group of tables are computed while the next group travels."""
 
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        return _parameters(nodes_of(site, GradientNodes), config)
+        return _parameters(site, nodes_of(site, GradientNodes), config)
 
     def unrolled_nodes(self, site: OverlapSite, parts: int, route: str) -> int:
         nodes, world_size = nodes_of(site, GradientNodes), site.facts.collective.world_size

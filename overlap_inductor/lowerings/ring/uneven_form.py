@@ -16,6 +16,7 @@ from torch import fx
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.ring import looped_gather
 from overlap_inductor.lowerings.ring import looped_reduce
+from overlap_inductor.lowerings.ring import sub_chunks
 from overlap_inductor.lowerings.ring import unrolled_exchange
 from overlap_inductor.lowerings.rows import PLAIN
 from overlap_inductor.lowerings.rows import bias_row
@@ -36,7 +37,7 @@ overlap = torch.ops.overlap_inductor
 
 class UnevenRing:
     def parameters(self, site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
-        return {"sub_chunks": config.sub_chunks, "route": unrolled_exchange.ROUTE}
+        return {"sub_chunks": sub_chunks.most(site, config), "route": unrolled_exchange.ROUTE}
 
     def counts(self, site: OverlapSite, index: int, parts: int) -> dict[str | None, int]:
         nodes: SiteNodes = site.nodes

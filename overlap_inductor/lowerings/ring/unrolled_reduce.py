@@ -16,9 +16,16 @@ each hop, so numerics ``allow_hop_rounding`` is needed::
 
     for i in 0 .. W-1: add slice(r - 1 - i) to its accumulator; if i < W-1: send the accumulator to rank r + 1
 
-All-reduce: the rows of a shard are cut into S bands. Band b is reduce-scattered on route ``owner`` under the matmuls of
-band b + 1. The sum of band b is broadcast under the matmuls of band b + 2. If W does not divide the rows, one small
-collective reduces the rest.
+All-reduce: the rows of a shard are cut into S bands. Each band is reduce-scattered on route ``owner``. On a CPU, the
+rank waits for a band's partial sums as soon as it has multiplied its own slice of the band. It then broadcasts the sum
+under the matmuls of the next band::
+
+    for each band: for i in 0 .. W-2: p = slice(r + 1 + i)[band]; send p to rank r + 1 + i
+                   own = slice(r)[band]; wait; broadcast own + sum(received)
+    wait for the broadcasts
+
+On a GPU, the wait for a band comes one band later, after the next band's own slice. The stream of the matmuls would
+otherwise stand still in each wait. If W does not divide the rows, one small collective reduces the rest.
 
 All-gather of an output: this rank's rows are cut into S bands. A band is sent to all ranks while the next band
 is multiplied.
@@ -40,6 +47,7 @@ from overlap_inductor.sites.step_emitter import Block
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.sites.step_emitter import part_count
 from overlap_inductor.sites.step_emitter import pieces_of
+from overlap_inductor.torch_compat.target import on_gpu
 
 aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
@@ -236,7 +244,8 @@ def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.
         total = summed(emit, own, received, reduce_op, dtype)
         slices.after = emit.communicate(overlap.exchange_send.default, emit.chain, result, total, bounds, band, *back)
 
-    waiting: tuple[int, fx.Node, list[fx.Node]] | None = None
+    later = 1 if on_gpu(tools.value(collective.input).device) else 0
+    computed: list[tuple[int, fx.Node, list[fx.Node]]] = []
     for band, block in enumerate(blocks):
         sent = []
         for step in range(world_size - 1):
@@ -245,12 +254,11 @@ def rewrite_all_reduce(emit: StepEmitter, nodes: ReduceNodes, parts: int) -> fx.
                 overlap.exchange_send.default, emit.chain, partials, piece, bounds, step * parts + band, *tail
             )
             sent.append(piece)
-        own = slices.of_rank(0, block)
-        if waiting is not None:
-            return_band(*waiting, newest=own)
-        waiting = (band, own, sent)
-    assert waiting is not None
-    return_band(*waiting, newest=waiting[1])
+        computed.append((band, slices.of_rank(0, block), sent))
+        if band >= later:
+            return_band(*computed[band - later], newest=computed[-1][1])
+    for left in computed[len(blocks) - later :]:
+        return_band(*left, newest=computed[-1][1])
     _reduce_left_over(emit, nodes, slices, result, inner, reduce_op)
     emit.communicate(overlap.exchange_wait.default, emit.chain, result, [], bounds, list(range(parts)), *back)
     final = emit.convert(result, nodes.leaf_layout, nodes.layouts[nodes.computed[0]])
