@@ -114,10 +114,11 @@ class OverlapConfig:
     both."""
 
     sub_chunks: int | str = _key("auto")
-    """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard, or ``auto``. ``auto`` is 4. For
-    gathers and reduce-scatters on a CPU, it is 4 divided by the number of ranks, rounded down, and at least 1. For
-    embedding tables, the ring sends at most ``4 * S`` groups of tables instead. On CPUs, schedule ``auto`` takes the
-    fewest sub-chunks, at most S, whose estimated time is at most 5 % above the shortest. A seam in
+    """S: the largest number of sub-chunks into which schedule ``ring`` cuts each shard, or ``auto``. ``auto`` is 4. If
+    the ring is forced on a CPU, then for the patterns ``all_gather_matmul`` and ``matmul_reduce_scatter`` ``auto`` is 4
+    divided by the number of ranks, rounded up. For embedding tables, the ring sends at most ``4 * S`` groups of tables
+    instead. On CPUs, schedule ``auto`` takes the fewest sub-chunks, at most S, whose estimated time is at most 5 %
+    above the shortest. A seam in
     [bands](sequence-parallel.md) has as many sub-chunks as it has bands. The cost model assumes that ``1 / (world_size
     * S)`` of the shorter of matmul and transfer stays exposed."""
 

@@ -3,7 +3,7 @@
 
 ::
 
-    wait_tensor(all_to_all_single(f(mm(x, w))))      matmul_all_to_all      f: views, permutes, pointwise ops
+    wait_tensor(all_to_all_single(f(mm(x, w))))      matmul_all_to_all      f: views, permutes, ops of one token (norms)
     mm(f(wait_tensor(all_to_all_single(x))), w)      all_to_all_matmul
     all_to_all_single(f(wait_tensor(all_to_all_single(x))))    all_to_all_experts    f: grouped matmuls of the rows
 

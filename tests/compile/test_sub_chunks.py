@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 import pytest
 import torch
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.errors import ConfigError
+from overlap_inductor.lowerings.ring import looped_reduce_ops
 from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.transports import exchange as exchanges
 from tests.support.fake_group import fake_group
 from tests.support.hand_graph import HandGraph
 
 
-def _report(kind: str, device: str, world_size: int, **switches: object) -> OverlapReport:
+def _report(kind: str, device: str, world_size: int, **switches: Any) -> OverlapReport:
     with fake_group(world_size):
         made = HandGraph()
         x = made.on(device, 64 * world_size, 512, dtype=torch.bfloat16)
@@ -24,27 +28,29 @@ def _report(kind: str, device: str, world_size: int, **switches: object) -> Over
             result = made.mm(made.gather(x), w)
         else:
             result = (made.scatter if kind == "scatter" else made.reduce)(made.mm(x, w))
-        return made.output(result).run(schedule="ring", **switches)
+        return made.output(result).run(**{"schedule": "ring", **switches})
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
-def test_shards_on_a_cpu_make_four_pieces_together(kind: str, world_size: int) -> None:
-    """An all-reduce needs bands, because the broadcast of a band is hidden by the next band only."""
+@pytest.mark.parametrize(("world_size", "wanted"), [(2, 2), (3, 2), (4, 1), (8, 1)])
+def test_forced_rings_on_a_cpu_have_few_pieces(kind: str, world_size: int, wanted: int) -> None:
+    """An all-reduce keeps its bands, because the broadcast of a band is hidden by the next band only."""
     (site,) = _report(kind, "cpu", world_size).sites
-    wanted = 4 if kind == "reduce" else {2: 2}.get(world_size, 1)
-    assert site.decision.moving.parameters["sub_chunks"] == wanted
+    assert site.decision.moving.parameters["sub_chunks"] == (4 if kind == "reduce" else wanted)
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
 def test_a_gpu_and_a_number_are_not_limited(kind: str) -> None:
-    for device, switches, wanted in (
-        ("cuda", {}, 4),
-        ("cuda", {"sub_chunks": "auto"}, 4),
-        ("cpu", {"sub_chunks": 8}, 8),
-    ):
-        (site,) = _report(kind, device, 4, **switches).sites
+    for device, number, wanted in (("cuda", "auto", 4), ("cpu", 8, 8)):
+        (site,) = _report(kind, device, 4, sub_chunks=number).sites
         assert site.decision.moving.parameters["sub_chunks"] == wanted
+
+
+def test_auto_chooses_by_its_estimate() -> None:
+    """On this machine, the transfer takes about as long as the matmul. A forced ring would have one sub-chunk."""
+    machine = {"link_bytes": 1e6, "matmul_flops": {"2": 3e8}}
+    report = _report("gather", "cpu", 4, schedule="auto", machine=json.dumps(machine))
+    assert report.sites[0].decision.moving.parameters["sub_chunks"] == 2
 
 
 @pytest.mark.parametrize("value", ["", "4.5", 0, "all"])
@@ -64,3 +70,40 @@ def test_when_an_all_reduce_waits_for_a_band(device: str, order: str) -> None:
     report = _report("reduce", device, 2, sub_chunks=3)
     found = re.findall(r"= (?:aten\.(mm)|overlap_inductor\.exchange_(wait))\.default\(", report.after)
     assert " ".join(a or b for a, b in found) == order
+
+
+class _Noted:
+    """Takes the place of an exchange, and notes what is called."""
+
+    def __init__(self, buffer: torch.Tensor, route: str, events: list[str]) -> None:
+        self.buffer, self.events, self.route = buffer, events, route
+
+    def post(self, hop: int, *sent: torch.Tensor) -> None:
+        self.events.append(f"post {self.route} {hop}")
+
+    def wait(self, hop: int) -> None:
+        self.events.append(f"wait {self.route} {hop}")
+
+    def piece(self, slot: int, part: int) -> torch.Tensor:
+        return torch.empty(8)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_looping_all_reduce_has_the_same_order(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(looped_reduce_ops, "on_gpu", lambda device: gpu)
+    monkeypatch.setattr(exchanges, "open_exchange", lambda buffer, bounds, route, *_: _Noted(buffer, route, events))
+    monkeypatch.setattr(exchanges, "close_exchange", lambda *_: None)
+
+    def compute(rows: slice) -> torch.Tensor:
+        return torch.zeros(rows.stop - rows.start, 4)
+
+    with fake_group(2) as group:
+        looped_reduce_ops.all_reduce_rows(
+            compute, (12, 4), torch.zeros(1), 3, 0, torch.float32, "sum", group.group_name, "site"
+        )
+    bands = [[f"wait owner {b}", f"post broadcast {b}"] for b in range(3)]
+    posts = [[f"post owner {b}"] for b in range(3)]
+    order = [posts[0], bands[0], posts[1], bands[1], posts[2], bands[2]]
+    later = [posts[0], posts[1], bands[0], posts[2], bands[1], bands[2]]
+    assert events[:9] == [event for step in (later if gpu else order) for event in step]

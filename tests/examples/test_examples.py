@@ -33,8 +33,10 @@ LINES: dict[str, list[str]] = {
         "output: the same as that of plain torch.compile",
     ],
     "hugging_face_generate": [
-        "prefill: model.layers.0.self_attn.o_proj: matmul_all_reduce, M = 16: overlapped",
-        "prefill: model.layers.0.mlp.down_proj: matmul_all_reduce, M = 16: overlapped",
+        "prefill: model.layers.0.self_attn.q_proj: all_gather_matmul, M = 16: overlapped",
+        "prefill: model.layers.0.self_attn.o_proj: matmul_reduce_scatter, M = 16: overlapped",
+        "prefill: model.layers.0.mlp.gate_proj: all_gather_matmul, M = 16: overlapped",
+        "prefill: model.layers.0.mlp.down_proj: matmul_reduce_scatter, M = 16: overlapped",
         "prefill: lm_head: matmul_all_gather, M = 1: overlapped",
         "decode: model.layers.0.self_attn.o_proj: matmul_all_reduce, M = 1: overlapped",
         "decode: model.layers.0.mlp.down_proj: matmul_all_reduce, M = 1: overlapped",

@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 8 -m tests.gpu.check_chunked --patterns matmul_all_to_all all_to_all_matmul
 
 The ops are called as in a rewritten graph. They run with the transports ``copy_engine`` and ``sm_push``, and with
-several numbers of chunks and bands. Prints one JSON row for each setting:
+several numbers of chunks and bands. Rank 0 prints one JSON row for each setting, and other ranks print those of theirs
+that are wrong:
 
 - the largest error against fp32, relative to the largest element;
 - ``wrong_calls``: the number of result tensors of eager calls that differ from those of the first call;

@@ -168,8 +168,9 @@ class Rank:
             self.await_error()
 
     def uneven(self) -> None:
-        """Rank 0's wait times out, and its abort ends the waits of other ranks. Only then does the last rank call. No
-        rank may get a wrong result, and the next call of every rank must raise the error."""
+        """Rank 0's wait times out, and its abort ends the waits of other ranks. The last rank calls only after the
+        abort, and this call must raise the error. On the other ranks, the next call must raise it. No rank may get a
+        wrong result."""
         self.site.calls(CALLS - 1)
         dist.barrier()
         start = time.monotonic()
@@ -180,7 +181,8 @@ class Rank:
         self.raises(start)
 
     def uneven_replays(self) -> None:
-        """``uneven`` with a CUDA graph. No host checks for errors between replays, so replays go on after the abort."""
+        """``uneven`` with a CUDA graph. A replay does not run the op's host code, which would raise the error. So
+        replays go on after the abort."""
         result = torch.empty(0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

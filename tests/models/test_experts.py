@@ -144,7 +144,7 @@ def test_training_where_routing_makes_graphs_differ(tmp_path: Path) -> None:
 def test_training_with_plans_that_differ(tmp_path: Path) -> None:
     """The plain program of a forward passes a ``DeviceMesh`` on to the backward. The program must not return ``None``
     in its place."""
-    arguments = "mixtral, one layer", str(tmp_path), (64,), [{}, {"sub_chunks": 2}]
+    arguments = "mixtral, one layer", str(tmp_path), (64,), [{"sub_chunks": 4}, {"sub_chunks": 2}]
     results = run_ranks(2, _trained, *arguments, timeout=400)
     for result in results:
         assert result["problems"] == [] and result["counts"]["reason.ranks_differ"] > 0, result

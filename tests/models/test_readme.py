@@ -83,7 +83,8 @@ def _forked(
 
 @pytest.mark.timeout(600)
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The demo's own checks must pass, all sites must be overlapped, and times must be printed."""
+    """The demo's own checks must pass, sites must be overlapped, and times must be printed. The Llama's stretch is
+    rewritten. Then its head is part of two sites, and only one of them can be overlapped."""
     monkeypatch.setattr(demo, "run_ranks", _forked)
     monkeypatch.setattr(demo, "_estimate", lambda: print("estimated"))
     small = ["--layers", "1", "--hidden", "64", "--tokens", "64"]
@@ -92,6 +93,7 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert status == 0, out
     assert out.rstrip().endswith("PASSED") and "FAIL:" not in out
     assert len(re.findall(r"^    plain +\d+\.\d\d ms +\(.*\)$", out, re.M)) == 2
-    assert len(re.findall(r"^    ring +\d+\.\d\d ms +\(.*\) +\d\.\d\dx  (\d) of \1 sites overlapped$", out, re.M)) == 2
+    ring = r"^    ring +\d+\.\d\d ms +\(.*\) +\d\.\d\dx  (\d) of (\d) sites overlapped$"
+    assert re.findall(ring, out, re.M) == [("5", "6"), ("4", "4")]
     assert "cannot gain" in out and "\nestimated\n" in out
     assert {path.name for path in (tmp_path / "reports").iterdir()} == {"llama", "block"}

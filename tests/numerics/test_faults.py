@@ -54,7 +54,8 @@ def _outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
 
 def _disagree(rank: int, world_size: int, fields: list[dict[str, Any]]) -> tuple[str, str, float]:
     group = _group()
-    backend = interpreted(OverlapConfig(schedule="ring", agreement_timeout=3, **fields[rank]), [])
+    switches = {"schedule": "ring", "agreement_timeout": 3, "sub_chunks": 4, **fields[rank]}
+    backend = interpreted(OverlapConfig(**switches), [])
     compiled = torch.compile(_site(group), backend=backend, dynamic=False)
     return _outcome(lambda: compiled(*_inputs(rank)))
 
@@ -149,9 +150,9 @@ def test_switched_off_on_one_rank() -> None:
 def _one_compiles_again(rank: int, world_size: int) -> list[tuple[str, str, float]]:
     group = _group()
     outcomes = []
-    for fields in ({}, {"sub_chunks": 2} if rank else {}):
+    for sub_chunks in (4, 2 if rank else 4):
         torch._dynamo.reset()
-        backend = interpreted(OverlapConfig(schedule="ring", agreement_timeout=3, **fields), [])
+        backend = interpreted(OverlapConfig(schedule="ring", agreement_timeout=3, sub_chunks=sub_chunks), [])
         compiled = torch.compile(_site(group), backend=backend, dynamic=False)
         outcomes.append(_outcome(lambda compiled=compiled: compiled(*_inputs(rank))))
     return outcomes

@@ -79,12 +79,13 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
     assert all(row["median_ms"] >= row["fastest_ms"] > 0 for row in rows)
     assert len(tables.layers(rows).splitlines()) == 2 + len(rows)
     traced = [json.loads(line) for line in (tmp_path / f"{phase}_2_ranks_rank_1.jsonl").read_text().splitlines()]
-    waits = [row["wait"] for row in traced if row["variant"].startswith("ring")]
-    assert bool(waits) == bool(ring) and all(wait > 0 for wait in waits)
+    # A message may be there already when the rank waits for it, so the time of a wait may be rounded to 0.
+    waits = [any("waits" in kinds for kinds in row["sites"].values()) for row in traced if row["variant"] in only]
+    assert bool(waits) == bool(ring) and all(waits)
     assert traced and all(row["matmul"] > 0 for row in traced)
 
 
-# This test is only thorough, because ``test_variants_are_compared_and_timed`` checks the errors of the other variants.
+# Marked ``thorough``, because ``test_variants_are_compared_and_timed`` checks the errors of the other variants.
 @pytest.mark.thorough
 def test_a_wrong_variant_ends_the_bench(tmp_path: Path) -> None:
     """The variant without collectives is wrong on purpose. The test marks it as right, so the bench must find the error

@@ -21,7 +21,7 @@ def ring(**fields: Any) -> AbstractContextManager[Any]:
     """Overlap by schedule ``ring``. If ``fields`` lack ``UNROLLED``, each site becomes one looping op. This op makes
     the transfers that unrolled steps would make, and the graph compiles in a quarter of the time. ``fields`` are fields
     of ``OverlapConfig``."""
-    return overlap_inductor.overlap(**{"schedule": "ring", "step_node_budget": 1, **fields})
+    return overlap_inductor.overlap(**{"schedule": "ring", "step_node_budget": 1, "sub_chunks": 4, **fields})
 
 
 def inputs_of(rank: int, grad: bool = False) -> list[torch.Tensor]:

@@ -381,8 +381,8 @@ def test_each_gpu_has_one_order_and_a_cpu_has_none(monkeypatch: pytest.MonkeyPat
 
 
 class Inside:
-    """Takes the place of ``call_order``. ``seen`` has one entry for each launch: 1 if the launch is inside the order,
-    that is inside ``with call_order(device)``, and 0 if not."""
+    """Takes the place of ``call_order``. ``seen`` has one entry for each call of a function that ``launches`` made. It
+    is 1 if the call is inside the order, that is inside ``with call_order(device)``, and 0 if not."""
 
     def __init__(self) -> None:
         self.depth = 0

@@ -18,7 +18,8 @@ UNROLL = 8
 
 
 def _assembly(width: int) -> str:
-    """The PTX of the kernel for 8 ranks and means of weighted fp32 rows. The kernel stores what the backward reads."""
+    """The PTX of the kernel for 8 ranks. The kernel computes the mean of each bag's weighted fp32 rows, and stores what
+    the backward reads."""
     constants = {"WORLD": 8, "WIDTH": width, "BAGS": 512 // width, "SPAN": width, "UNROLL": UNROLL, "BAGGED": True}
     constants |= {"MEAN": True, "WEIGHTED": True, "SAVES": True, "COPIES": 64, "BLOCK": 2048}
     types = {"out": "*fp32", "patience": "i64"} | dict.fromkeys(("facts", "index", "peer_data", "peer_flags"), "*i64")

@@ -9,7 +9,8 @@ and so do matmuls. The own shard is multiplied first in a gather, last in a scat
   arrived by then. If none has arrived, the chunk is the next shard.
 * Scatter, from the last chunk to the first: a chunk is as large as possible. The last chunk's transfer must end before
   the own shard's matmul ends. An earlier chunk's transfer must end before the next transfer has to begin. Then the
-  sizes of all chunks but the last are evened out, if the last transfer still ends before the own shard's matmul ends.
+  chunks are sorted, the largest first. The sizes of all but the last are evened out, if the last transfer still ends
+  before the own shard's matmul ends.
 * ``ratio > 1``: the link is the bottleneck, and a few even chunks keep it busy.
 
 These rules are our own. Measurements: ``bench/results/mirrored.jsonl``.
@@ -23,9 +24,9 @@ FEW_CHUNKS = 3
 """Largest number of chunks in two cases: the link is the bottleneck (smallest chunk last), or a gathered shard's matmul
 is too small (smallest chunk first)."""
 LATE = 0.35
-"""Safety margin, in matmuls of one shard. A gathered shard must arrive this much before its chunk begins. If a
-scatter has a single chunk, the chunk's transfer must end this much before the own shard's matmul ends. If the transfer
-ends later, the chunk becomes two."""
+"""Safety margin, in matmuls of one shard. A gathered shard counts as arrived if it arrives this much before its chunk
+begins. If a scatter has a single chunk, the chunk's transfer must end this much before the own shard's matmul ends. If
+the transfer ends later, a chunk of several shards becomes two."""
 FLOPS_A_BYTE = 2300
 """FLOPs (bf16) that an H200 computes while it sends one byte. It computes 620 TFLOP/s. It sends a piece in 5 us plus
 the time of the piece's bytes at 379 GB/s. The number is for pieces of about 4.7 MB."""

@@ -71,8 +71,8 @@ class GroupedRows:
         return _Shared(places, ends, weights)
 
     def piece(self, cut: matmuls.Slicer, dim: int, after: fx.Node | None) -> fx.Node:
-        """The rows that ``cut`` takes along dim ``dim`` of the result. ``after``: the token of the last send. The rows
-        are computed after this send."""
+        """The rows that ``cut`` takes along dim ``dim`` of the result. ``after``: the token of
+        the send that stands before this piece, if there is one. The rows are computed after this send."""
         emit, matmul, shared = self.emit, self.matmul, self._shared
         mine = cut(shared.places, dim)
         flat = emit.reshape(mine, [tools.numel(tools.shape(mine))])

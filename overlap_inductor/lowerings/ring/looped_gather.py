@@ -2,10 +2,9 @@
 """Write a gather as the looping op of ``looped_gather_ops``: choose the sites, lay out operands and results.
 
 The op sees each shard as one matrix, whose elements are in the collective's order. The op joins shards in the order of
-the ranks. If the gathered dim has the order ``[outer, rank, chunk]`` instead, its indices are permuted:
-
-- contracted dim: in the other operand, before the op;
-- other dim: in the result, after the op.
+the ranks. If the gathered dim has the order ``[outer, rank, chunk]`` instead, its indices are permuted. If the matmul
+contracts the gathered dim, they are permuted in the matmul's other operand, before the op. If not, they are permuted
+in the result, after the op.
 """
 
 from __future__ import annotations

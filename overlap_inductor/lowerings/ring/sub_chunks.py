@@ -10,17 +10,18 @@ from overlap_inductor.torch_compat.target import on_gpu
 
 AUTO = 4
 CPU_PIECES = 4
-"""The number of pieces of all ranks' shards together, on a CPU. More pieces add nodes that Inductor must compile, and
-saved no time: two and four layers of Llama over gloo, on 2 and 4 ranks (``bench/results/layers_pieces.jsonl``)."""
-IN_PIECES = ("all_gather_matmul", "matmul_reduce_scatter")
-"""Patterns whose shards are multiplied one after the other, so that W ranks already make W pieces."""
+"""On a CPU, the shards of all ranks together have about this many pieces if schedule ``ring`` is forced. More pieces
+add nodes that Inductor must compile. For two and four layers of Llama over gloo, on 2 and 4 ranks, they saved no time
+(``bench/results/layers_pieces.jsonl``)."""
+MEASURED = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
 def most(site: OverlapSite, config: OverlapConfig) -> int:
-    """The largest number of sub-chunks of a shard: the switch's number. For ``auto``, see ``OverlapConfig``."""
+    """The switch's number. If the switch is ``auto``: ``AUTO``, or fewer for the patterns ``MEASURED`` on a CPU if the
+    schedule is forced. Schedule ``auto`` chooses among up to ``AUTO`` sub-chunks by its estimate."""
     if isinstance(config.sub_chunks, int):
         return config.sub_chunks
-    collective = site.collectives[0]
-    if site.facts.pattern not in IN_PIECES or on_gpu(tools.value(collective.input).device):
+    collective, forced = site.collectives[0], config.schedule != "auto"
+    if not forced or site.facts.pattern not in MEASURED or on_gpu(tools.value(collective.input).device):
         return AUTO
-    return max(1, CPU_PIECES // site.facts.collective.world_size)
+    return -(-CPU_PIECES // site.facts.collective.world_size)
