@@ -4,6 +4,8 @@
 The kinds are waits for a peer, sends, collectives, matmuls, ops that compute a whole site, and the rest.
 ``bench.layers --trace FOLDER`` profiles some steps of each variant, except ``no collectives``.
 
+The rows also hold the bars of a picture (``bench.trace_plot``).
+
 The profiler's ranges of overlap ops carry the site's id. A site is open from its first range to its last one. A range
 without id (a matmul or plain collective) counts for the open site that was opened last. If no site is open, the range
 counts as outside of sites.
@@ -41,6 +43,8 @@ KINDS = {
 """The kind of each op, by the first word of its range's name. Any other range with a site's id has kind ``loop``: its
 op computes the whole site."""
 OUTSIDE = "outside of sites"
+SHORTEST_GAP = 0.2
+"""Milliseconds. A shorter gap between two bars of one kind is not drawn."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,28 @@ def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     return {site: dict(kinds) for site, kinds in found.items()}
 
 
+def bars(spans: Iterable[Span]) -> list[tuple[str, float, float]]:
+    """``(kind, begin, end)`` of each range with a kind, in order of time. Times are milliseconds from the begin of the
+    first range. A range inside an earlier one is left out. What follows a bar at once and has its kind extends it."""
+    found: list[tuple[str, float, float]] = []
+    ordered = sorted(spans, key=lambda s: (s.begin, -s.end))
+    for span in ordered:
+        op, _, site = span.name.partition(" ")
+        kind = KINDS.get(op, "loop" if op.startswith("overlap_inductor::") and site else "")
+        begin, end = ((t - ordered[0].begin) / 1e3 for t in (span.begin, span.end))
+        if not kind or found and begin < found[-1][2]:
+            continue
+        if found and found[-1][0] == kind and begin - found[-1][2] < SHORTEST_GAP:
+            found[-1] = (kind, found[-1][1], end)
+        else:
+            found.append((kind, begin, end))
+    return [(kind, round(begin, 2), round(end, 2)) for kind, begin, end in found]
+
+
 def traced(folder: Path, program: Program, functions: Mapping[str, Any], steps: int) -> None:
     """Profile ``steps`` steps of each function. All ranks call this together.
 
-    Each rank adds rows to ``FOLDER/<phase>_<n>_ranks_rank_<r>.jsonl``: the times of each step of each variant.
+    Each rank adds rows to ``FOLDER/<phase>_<n>_ranks_rank_<r>.jsonl``: the times and bars of each step of each variant.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{program.phase}_{dist.get_world_size()}_ranks_rank_{dist.get_rank()}.jsonl"
@@ -105,7 +127,8 @@ def traced(folder: Path, program: Program, functions: Mapping[str, Any], steps: 
                         total[kind] += kinds.get(kind, 0.0)
                 whole = (step.end - step.begin) / 1e3
                 row = {"variant": name, "number": number, "step": whole, **total, "rest": whole - sum(total.values())}
-                file.write(json.dumps({**_rounded(row), "sites": {s: _rounded(k) for s, k in sites.items()}}) + "\n")
+                drawn = {"sites": {s: _rounded(k) for s, k in sites.items()}, "bars": bars(spans)}
+                file.write(json.dumps({**_rounded(row), **drawn}) + "\n")
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from bench import plots
 from bench import rows
 from bench import summaries
 from bench import tables
+from bench import trace_plot
 
 _DEFAULT = rows.RESULTS / "operators.jsonl"
 _ASSETS = rows.RESULTS.parent.parent / "docs" / "assets"
@@ -25,6 +26,7 @@ PICTURES: dict[Path, tuple[Callable[[], list[summaries.Row]], Callable[[list[sum
     _ASSETS / "h200.png": (summaries.headline_rows, plots.headline),
     _ASSETS / "slow_link.png": (summaries.slow_link_rows, plots.slow_link),
     _ASSETS / "layers.png": (summaries.layers_rows, plots.layers),
+    _ASSETS / "layer_trace.png": (summaries.trace_rows, trace_plot.draw),
 }
 """The pictures of README and ``docs/``, each with two functions: one reads the picture's rows, the other draws the
 picture."""

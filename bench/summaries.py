@@ -310,6 +310,21 @@ def layers_rows(name: str = "layers_slow_link") -> list[Row]:
     return [row for same in groups(_read(name), *program).values() for row in same if row["date"] == same[-1]["date"]]
 
 
+def families() -> str:
+    """For each Hugging Face family that was trained with the sequence-parallel rewrite: its result, how many of its
+    all-reduces were rewritten, and why the others were not."""
+    lines = []
+    for row in _read("hugging_face_rewritten"):
+        left = ", ".join(f"{count} {reason.removeprefix('refused: ')}" for reason, count in row.get("left", {}).items())
+        counts = (row["all_reduces"], row["rewritten"]) if "all_reduces" in row else ("-", "-")
+        lines.append((row["case"], row["outcome"], *counts, left or "-"))
+    return _table(("family", "result", "all-reduces", "rewritten", "not rewritten, by reason"), lines)
+
+
+def trace_rows() -> list[Row]:
+    return _read("layer_trace")
+
+
 def layers() -> str:
     return tables.layers(layers_rows()).strip()
 
@@ -393,5 +408,6 @@ TABLES: dict[str, Callable[[], str]] = {
     for make in (
         headline, nvlink, other_shapes, fp8, without_peers, small_message, models, training, handed_out, ring_nccl,
         turns, compile_cost, host, agreement, slow_link, layers, layers_on_gpus, exchanges, lookups, experts,
+        families,
     )
 }  # fmt: skip

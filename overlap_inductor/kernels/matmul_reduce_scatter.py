@@ -10,14 +10,16 @@ tiles:
 2. This rank's own tiles. In a reduce-scatter, an own tile and all peers' partial sums of the tile are summed in fp32,
    and rounded once.
 
-With ``EXCHANGES``, the kernel computes an all-to-all. An own tile is stored into the result. What the peers have sent
-is copied from the workspace into the result (``receive``), after own tiles and at the end.
+With ``EXCHANGES``, the kernel computes an all-to-all. An own tile is stored into the result. Blocks copy what the peers
+have sent from the workspace into the result (``receive``). After each own tile, a block copies up to ``EARLY`` pieces.
+The rest is copied when no tile is left.
 
 A bulk store sends a tile out of shared memory, under the next tile's matmul. When the store is done, the tile is
 counted (``_flush``). Each block starts ``STAGGER`` ns after the block before it. Otherwise all blocks would send, and
 delay loads, at the same moments.
 
-Forward progress, with any number of resident blocks. All waits are bounded (``signals``), and they end:
+Forward progress, with any number of resident blocks. A wait that lasts too long times out (``signals``). Without a
+fault, this does not happen, because what a block waits for always comes:
 
 * Credits depend only on the previous call.
 * An own tile of band ``p`` waits for the partial sums of band ``p`` from all peers. In a peer's queue, the tiles that
@@ -161,7 +163,8 @@ def matmul_reduce_scatter(
         flags: ``signal_flag(s, i)`` is the flag of band ``i`` from source ``s``.
         queues: ``[QUEUE_WORDS + WORLD * parts]``. Words 0, 1 and 2 count tiles claimed, blocks that have finished, and
             copies claimed. Words from ``QUEUE_WORDS`` on count tiles stored.
-        part_rows, parts: rows of a band, a multiple of ``BLOCK_M``; bands of a shard.
+        part_rows: number of rows of a band, a multiple of ``BLOCK_M``.
+        parts: number of bands of a shard.
         BY_COLUMNS: with ``EXCHANGES``, a shard consists of columns of the product ``[rows, WORLD * columns]``.
         copies: with ``EXCHANGES``, the number of pieces into which a band of one peer is cut. A block copies a piece in
             steps of ``COPY`` int32 words.

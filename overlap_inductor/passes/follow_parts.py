@@ -103,14 +103,14 @@ class PartFollower:
                 found = self.part(source)
                 if isinstance(found, Reason):
                     return found
-        text = (
-            f"{node.name} ({node.target}) is between the all-gather and the attention; expected only views and pieces"
-        )
-        return Reason("op_between", f"{text} of the keys and values that were gathered")
+        text = f"{node.name} ({node.target}) is between the all-gather and the attention"
+        expected = "expected only views, pieces and joins of the keys and values that were gathered"
+        return Reason("op_between", f"{text}; {expected}")
 
     def _taken(self, part: Part, dim: int, start: Size, length: Size) -> Part:
-        """The part that holds ``length`` indices of ``dim`` from ``start`` on: the whole dim, one rank's shard, or
-        whole blocks. A block is the indices of ``dim`` that belong to one index of its first atom.
+        """The part that holds ``length`` indices of ``dim`` from ``start`` on. If the first atom of ``dim`` is the rank
+        atom, a part is the whole dim or one rank's shard. If not, a part is the whole dim or whole blocks. A block is
+        the indices of ``dim`` that belong to one index of its first atom.
 
         Raises:
             LayoutError: the indices are anything else, or blocks are cut at symbolic sizes.
@@ -126,7 +126,7 @@ class PartFollower:
                     dims[dim] = tuple(atoms[1:])
                     return Part(Layout(tuple(dims)), part.cuts, rank)
             text = f"{length} indices of dim {dim} from {start} on are not the shard of one rank"
-            raise LayoutError(f"{text}; expected whole shards of {inner} indices")
+            raise LayoutError(f"{text}; expected one whole shard of {inner} indices")
         sizes = (start, length, inner)
         text = f"{length} indices of dim {dim} from {start} on"
         if not all(isinstance(n, int) for n in sizes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that the ranks of a group publish for each call, and the wait for the other ranks' values.
+"""The values that the ranks of a group publish for their calls, and the wait for the other ranks' values.
 
 A rank's *value* of a call names the rank's plan (``constant``) and the *place* of the call (``call_place``). The
 place is the number of the group's collectives that the rank issued before the call. A call may also have *rounds*. In
@@ -54,7 +54,7 @@ log = logging.getLogger("overlap_inductor")
 
 _COUNTS_CHARACTERS = 32
 """Characters of a value that are reserved for ``CallPlace``'s ``passed`` and ``place`` (14 digits each), their colons,
-and the mark."""
+and the mark: at most 31."""
 EQUAL, ONCE = "1", "2"
 """Two verdicts. ``EQUAL``: nothing is against the overlapped run. ``ONCE``: all ranks run the plain program, in
 this call alone."""
@@ -130,9 +130,9 @@ def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = Fa
 
 
 def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> None:
-    """Publish that this rank ran the newest call of the others uncompiled, and go on to the next call number. In the
-    skipped call, the others run their plain programs. ``found``: values that other ranks published for the skipped
-    call."""
+    """Publish that this rank ran uncompiled the call that others published under this call's number, and go on to the
+    next number. In the skipped call, the others run their plain programs. ``found``: values that other ranks published
+    for the skipped call."""
     state.skipped = dict(found)
     state.mark = SKIPPED
     state.publish(value(state, plan).text)
@@ -143,8 +143,8 @@ def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> Non
 
 
 def catch_up(states: Sequence[GroupState], plan: ExchangePlan) -> None:
-    """Before a call that is not compared, skip the calls of other ranks that this rank ran uncompiled. Does not wait:
-    it skips only calls that a rank has published."""
+    """Before a call in which this rank does not wait for the others' values, skip the calls of other ranks that this
+    rank ran uncompiled. Does not wait: it skips only calls that a rank has published."""
     for state in states:
         # If this rank ran no collective between its two newest calls, it ran none of the others' calls uncompiled.
         while state.between and (found := _earlier(state, plan, peers(state.group))):

@@ -157,7 +157,9 @@ class Layout:
                 whole = have * atom.size
                 if isinstance(wanted, int) and isinstance(have, int) and isinstance(atom.size, int) and whole > wanted:
                     if atom.rank or wanted % have or atom.size % (wanted // have):
-                        parted = "a dim between ranks" if atom.rank else f"{atom.size} indices of a dim unevenly"
+                        parted = (
+                            "the rank index of a dim in two" if atom.rank else f"{atom.size} indices of a dim unevenly"
+                        )
                         raise LayoutError(f"a reshape to {list(shape)} splits {parted}")
                     front = Atom(wanted // have)
                     back = Atom(atom.size // front.size)

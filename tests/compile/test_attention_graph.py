@@ -155,7 +155,7 @@ def test_what_is_no_site_has_a_reason() -> None:
         return attention(q, gathered(k, 2)[:, :, :15], gathered(v, 2)[:, :, :15])
 
     code, text = _miss(cut, q, k, v)
-    assert code == "layout" and "expected whole shards" in text, (code, text)
+    assert code == "layout" and "expected one whole shard" in text, (code, text)
 
     def with_parts(parts: Callable[[Any], Any]) -> Callable[..., torch.Tensor]:
         def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -41,8 +41,8 @@ from tests.support.fused_cases import sums
 from tests.support.ring_cases import as_tuple
 
 FACTOR = 17
-"""The factor by which the sizes of ``cases`` are multiplied. A shard then has 24 * 17 rows. All sizes are multiples of
-8, but not of a tile."""
+"""The factor by which the sizes of ``cases`` are multiplied. A shard then has 24 * 17 rows. Nearly all
+sizes are multiples of 8, and none is a multiple of a tile's size."""
 MEASURED = ("host", "kernels", "epilogue us", "weights us", "exchange us")
 """Checks whose row is a measurement. Three of them also assert:
 

@@ -86,6 +86,7 @@ def _training(rank: int, world_size: int, kind: str, joined: str) -> list[str]:
     ("world_size", "kind", "joined"),
     [
         (2, "mean", "tables first"),
+        (4, "sum", "stack"),
         # (Thorough only, because ``tests/numerics/test_embeddings.py`` interprets the graphs of smaller models.)
         pytest.param(3, "sum", "stack", marks=pytest.mark.thorough),
         pytest.param(2, "sum", "cat", marks=pytest.mark.thorough),

@@ -87,16 +87,17 @@ def _check(world_size: int, *arguments: Any, patterns: list[list[str]]) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "batch"), [(2, 2), (4, 1)])
-@pytest.mark.thorough
 def test_inference(world_size: int, batch: int) -> None:
     """Each projection's exchange must be hidden, and slices must keep their order."""
     _check(world_size, batch, False, False, {}, patterns=[FORWARD])
 
 
-@pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_training(generated: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "generated"), [(2, False), (4, False), pytest.param(3, True, marks=pytest.mark.thorough)]
+)
+def test_training(world_size: int, generated: bool) -> None:
     """Gradients must be right. The backward's exchanges of gradients must be inside sites."""
-    _check(3 if generated else 2, 2, True, False, {"sub_chunks": 2}, generated, patterns=[FORWARD, BACKWARD])
+    _check(world_size, 2, True, False, {"sub_chunks": 2}, generated, patterns=[FORWARD, BACKWARD])
 
 
 @pytest.mark.thorough

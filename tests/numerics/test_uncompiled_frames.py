@@ -37,7 +37,8 @@ def _block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(x: torch.Tensor, number: int) -> torch.Tensor:
-    """A graph without sites, compiled again for each ``number``, as for sizes that are baked into a graph."""
+    """A graph without sites. It is compiled again for each ``number``, just as a graph with baked-in sizes is compiled
+    again for each size."""
     y = all_reduce(torch.relu(x) * number, "sum", dist.group.WORLD)
     return all_gather(y[:1], 0, dist.group.WORLD)
 

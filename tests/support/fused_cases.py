@@ -182,8 +182,12 @@ def contractions(w: int, factor: int = 1) -> dict[str, tuple[Any, list[tuple[int
         }
         | {
             "contract columns": (lambda x, a: columns(x) @ a, [(s * w, 64), (64 * w, 40)], 1),
-            "contract columns in two runs": (lambda x, a: in_two(x) @ a, [(s * w, 2, 32), (64 * w, 24)], 1),
-            "contract columns in two runs that are also read": (
+            "contract two ranges of each rank's columns": (
+                lambda x, a: in_two(x) @ a,
+                [(s * w, 2, 32), (64 * w, 24)],
+                1,
+            ),
+            "contract two ranges of each rank's columns that are also read": (
                 lambda x, a: (lambda y: (y @ a, y + 1))(in_two(x)),
                 [(s * w, 2, 32), (64 * w, 24)],
                 1,

@@ -18,6 +18,7 @@ from bench import plots
 from bench import tables
 from bench.layer_trace import OUTSIDE
 from bench.layer_trace import Span
+from bench.layer_trace import bars
 from bench.layer_trace import shares
 from bench.layer_variants import LOCAL
 from bench.layer_variants import PLAIN
@@ -145,6 +146,15 @@ def test_shares_of_a_trace() -> None:
     }  # fmt: skip
     assert found["b"] == {"loop": 1.0, "loops": 1, "span": 1.0}
     assert found[OUTSIDE] == {"matmul": 1.0, "matmuls": 1, "collective": 0.5, "collectives": 1}
+    assert bars(spans) == [
+        ("matmul", 0.0, 1.0), ("send", 1.0, 1.1), ("matmul", 1.2, 2.2), ("send", 2.2, 2.3), ("wait", 3.0, 5.0),
+        ("loop", 5.0, 6.0), ("collective", 6.0, 6.5),
+    ]  # fmt: skip
+
+
+def test_bars_of_one_kind_are_joined() -> None:
+    spans = [Span("aten::mm", b, b + 1000) for b in (0, 1100, 2500)]
+    assert bars(spans) == [("matmul", 0.0, 2.1), ("matmul", 2.5, 3.5)]
 
 
 def test_the_table_has_what_was_measured() -> None:

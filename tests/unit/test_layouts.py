@@ -164,11 +164,11 @@ def test_a_split_atom_is_known_to_layouts_made_before() -> None:
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
-        ([2, 6], "splits a dim between ranks"),
+        ([2, 6], "splits the rank index of a dim in two"),
         ([8, 1, 2], "splits 3 indices of a dim unevenly"),
-        ([3, 4], "splits a dim between ranks"),
+        ([3, 4], "splits the rank index of a dim in two"),
         ([12, 2], "do not match the collective's dims"),
-        ([2, 2], "splits a dim between ranks"),
+        ([2, 2], "splits the rank index of a dim in two"),
     ],
 )
 def test_reshapes_that_cannot_be_followed(shape: list[int], why: str) -> None:
