@@ -21,7 +21,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import patches
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(11, 1.2 + 0.75 * len(rows)))
+    figure, axis = pyplot.subplots(figsize=(11, 1.4 + 0.9 * len(rows)))
     for line, row in enumerate(reversed(rows)):
         for kind, begin, end in row["bars"]:
             axis.broken_barh([(begin, end - begin)], (line - 0.35, 0.7), color=COLORS[kind], linewidth=0)
