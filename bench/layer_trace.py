@@ -56,6 +56,11 @@ class Span:
     end: float
 
 
+def _kind(span: Span) -> str:
+    op, _, site = span.name.partition(" ")
+    return KINDS.get(op, "loop" if op.startswith("overlap_inductor::") and site else "")
+
+
 def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     """``{site: {kind: milliseconds}}``. ``OUTSIDE`` is the key for time outside all sites.
 
@@ -72,8 +77,7 @@ def shares(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     covered = float("-inf")
     for span in ordered:
-        op, _, site = span.name.partition(" ")
-        kind = KINDS.get(op, "loop" if op.startswith("overlap_inductor::") and site else "")
+        kind, site = _kind(span), span.name.partition(" ")[2]
         if not kind or span.begin < covered:
             continue
         covered = span.end
@@ -92,8 +96,7 @@ def bars(spans: Iterable[Span]) -> list[tuple[str, float, float]]:
     found: list[tuple[str, float, float]] = []
     ordered = sorted(spans, key=lambda s: (s.begin, -s.end))
     for span in ordered:
-        op, _, site = span.name.partition(" ")
-        kind = KINDS.get(op, "loop" if op.startswith("overlap_inductor::") and site else "")
+        kind = _kind(span)
         begin, end = ((t - ordered[0].begin) / 1e3 for t in (span.begin, span.end))
         if not kind or found and begin < found[-1][2]:
             continue
