@@ -7,7 +7,8 @@ inputs:
 - *Parameters and buffers*: their digests are part of the plan that ranks compare before they run the graph
   (``ExchangePlan.inputs``). A digest is taken once, when the process first sees the memory, and not again after
   training steps.
-- *Arguments* of a call: ``difference`` compares them in the call in which the ranks agree upon a plan.
+- *Arguments* of a call: ``difference`` compares them in the call in which the ranks agree upon a plan. Arguments whose
+  digests differ may be equal up to rounding (``sketches``). Each rank then computes its rows from its own copy.
 
 If a graph has several groups, ``difference`` also compares its parameters, once for each set of parameters
 (``were_compared``). The plan of a graph is compared in all its groups. It cannot hold these digests, because a
@@ -38,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_inductor.errors import OverlapError
+from overlap_inductor.runtime import sketches
 from overlap_inductor.runtime.all_or_none import SECONDS
 from overlap_inductor.runtime.all_or_none import NotOnAllRanks
 from overlap_inductor.runtime.all_or_none import all_or_none
@@ -61,22 +63,26 @@ _LOCK = threading.Lock()
 
 def difference(group: dist.ProcessGroup, inputs: Mapping[str, torch.Tensor]) -> str:
     """A text that says which of ``inputs`` differ between the ranks of ``group``, or why a rank could not compare them.
-    ``""`` if all inputs are equal. The text is equal on all ranks that get the verdict (``all_or_none``). All ranks of
-    the group call this together, with inputs of the same names."""
+    ``""`` if all inputs are equal up to rounding. The text is equal on all ranks that get the verdict
+    (``all_or_none``). All ranks of the group call this together, with inputs of the same names."""
     if dist.get_backend(group) == "fake":
         return ""
     keys = _KEYS.of(group)
     with _LOCK:
         key = next(keys)
     store = group_store(group)
-    mine = {name: digest(tensor) for name, tensor in inputs.items()}
+    mine = {name: [digest(tensor), sketches.sketch(tensor)] for name, tensor in inputs.items()}
     if group.rank() == 0:
         store.set(key, json.dumps(mine))
 
     def compare() -> None:
         store.wait([key], datetime.timedelta(seconds=SECONDS))
         first = json.loads(store.get(key))
-        differing = sorted(name for name in {*first, *mine} if first.get(name) != mine.get(name))
+        differing = sorted(
+            name
+            for name, (found, sketched) in mine.items()
+            if found != first[name][0] and not sketches.differ_by_rounding(sketched, first[name][1], inputs[name].dtype)
+        )
         if differing:
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise InputsDiffer(f"its values of {', '.join(differing[:3])}{more} are not those of the first rank")

@@ -74,12 +74,23 @@ def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     read_last = _read_last(nodes)
 
     def run(args: list[Any]) -> Any:
-        inputs = iter(list(args))
+        inputs = list(args)
         args.clear()
-        return _run(gm, nodes, read_last, inputs)
+        results = _run(gm, nodes, read_last, iter(inputs))
+        return [r if any(r is i for i in inputs) else _no_view(r) for r in results]
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _no_view(result: Any) -> Any:
+    """``result``, as generated code returns it. Autograd takes results of an interpreter that are views of one tensor
+    for views made in one op, and forbids writes to them."""
+    if not isinstance(result, torch.Tensor) or not result._is_view():
+        return result
+    with torch.no_grad():
+        place = result.untyped_storage(), result.storage_offset(), result.shape, result.stride()
+        return result.new_empty(0).set_(*place)
 
 
 def _read_last(nodes: list[torch.fx.Node]) -> list[list[torch.fx.Node]]:

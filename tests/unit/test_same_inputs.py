@@ -4,10 +4,13 @@ digests of these inputs."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from overlap_inductor.runtime.same_inputs import difference
 from overlap_inductor.runtime.same_inputs import digest
+from overlap_inductor.runtime.sketches import differ_by_rounding
+from overlap_inductor.runtime.sketches import sketch
 from tests.support.fake_group import fake_group
 
 
@@ -31,3 +34,35 @@ def test_the_storage_can_be_resized_afterwards() -> None:
     x = torch.arange(6.0)
     digest(x)
     x.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(4, 300, 64), (12, 72), (700, 1), (1000,)])
+def test_copies_that_differ_by_rounding_are_equal(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The order of a sum changes its last bits. Other values differ by more, even if one row of 1200 differs."""
+    generator = torch.Generator().manual_seed(0)
+    terms = torch.randn(8, *shape, generator=generator, dtype=torch.float64).to(dtype)
+    forward, backward = terms[0], terms[7]
+    for number in range(1, 8):
+        forward, backward = forward + terms[number], backward + terms[7 - number]
+    if dtype.itemsize == 2:  # added in 32 bits, rounded once
+        exact = terms.float().sum(0)
+        forward = exact.to(dtype)
+        backward = (exact * (1 + 1e-5 * torch.randn(shape, generator=generator))).to(dtype)
+    assert digest(forward) != digest(backward)
+    assert differ_by_rounding(sketch(forward), sketch(backward), dtype)
+    other = forward.clone()
+    other.view(-1, shape[-1])[-1] = torch.randn(shape[-1], generator=generator).to(dtype)
+    assert not differ_by_rounding(sketch(forward), sketch(other), dtype)
+    assert not differ_by_rounding(sketch(forward), sketch(forward / 2), dtype)
+
+
+def test_what_has_no_sketch_differs() -> None:
+    whole, narrow = torch.arange(4), torch.ones(4).to(torch.float8_e4m3fn)
+    for tensor in (whole, narrow, torch.empty(0, 3), torch.ones(3, dtype=torch.bool)):
+        assert sketch(tensor) is None and not differ_by_rounding(None, None, tensor.dtype)
+    for value in (float("nan"), float("inf")):
+        x = torch.ones(3, 4)
+        x[1, 2] = value
+        assert not differ_by_rounding(sketch(x), sketch(x), x.dtype)
+    assert not differ_by_rounding(sketch(torch.ones(3, 4)), sketch(torch.ones(2, 4)), torch.float32)
