@@ -71,7 +71,7 @@ def difference(group: dist.ProcessGroup, inputs: Mapping[str, torch.Tensor]) -> 
     with _LOCK:
         key = next(keys)
     store = group_store(group)
-    mine = {name: [digest(tensor), sketches.sketch(tensor)] for name, tensor in inputs.items()}
+    mine = {name: (digest(tensor), sketches.sketch(tensor)) for name, tensor in inputs.items()}
     if group.rank() == 0:
         store.set(key, json.dumps(mine))
 

@@ -6,8 +6,8 @@ equal for every use of the model, but their digests differ.
 
 The rows of a tensor are cut into at most ``BLOCKS`` blocks of consecutive rows. The sketch of a block has ``SIGNS``
 sums of the block's elements, each with other random signs. All ranks draw the same signs. The difference of two
-sketches is the sketch of the difference, and the mean of its squares estimates the squared L2 norm of the difference
-(Alon, Matias, Szegedy, "The space complexity of approximating the frequency moments", STOC 1996, section 2.2)::
+sketches is the sketch of the difference. The mean of its squares estimates the squared L2 norm of the difference (Alon,
+Matias, Szegedy, "The space complexity of approximating the frequency moments", STOC 1996, section 2.2)::
 
     block [rows, width]  ->  row_signs^T [SIGNS, rows] * (block @ column_signs [width, SIGNS])  ->  SIGNS sums
 """

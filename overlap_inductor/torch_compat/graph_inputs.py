@@ -35,6 +35,17 @@ def nested_region(graph: fx.Graph) -> str | None:
     return None
 
 
+def beside_subclasses(node: fx.Node) -> bool:
+    """Whether the input ``node`` is a plain tensor, and another input of the graph is an inner tensor of a subclass
+    such as ``DTensor``. AOTAutograd's descriptions of the inputs say which inputs are inner tensors."""
+    inner = [_is_inner(n) for n in node.graph.find_nodes(op="placeholder")]
+    return not _is_inner(node) and any(inner)
+
+
+def _is_inner(node: fx.Node) -> bool:
+    return "desc" in node.meta and type(node.meta["desc"]).__name__.startswith("SubclassGetAttr")
+
+
 def is_parameter(node: fx.Node) -> bool | None:
     """Whether a placeholder of the graph being compiled has a static address. Parameters, buffers and their inner
     tensors have one, for example. ``None`` if this is unknown (without Dynamo, for example).

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from overlap_inductor.passes.sequence import replicated
+from overlap_inductor.passes.sequence.replicated import ReplicatedMatmul
 from overlap_inductor.passes.sequence.rows import NotRowWise
 from overlap_inductor.passes.sequence.rows import Rows
 from overlap_inductor.passes.sequence.rows import Tokens
@@ -114,7 +116,7 @@ class RowFinder:
             if reduces_tokens(node, self.held):
                 self._sums.append(node)
                 return
-            rule = rule_of(node)
+            rule = ReplicatedMatmul() if replicated.may_be(node) else rule_of(node)
             if rule is None:
                 raise NotRowWise(f"{node.target} is not computed row by row")
             rows = rule.held(node, self.held)

@@ -28,6 +28,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.registry import define_ops
 from overlap_inductor.passes.find_reduce import is_matmul_result
 from overlap_inductor.passes.find_region import sums_experts
+from overlap_inductor.passes.sequence import replicated
 from overlap_inductor.passes.sequence.find import Source
 from overlap_inductor.passes.sequence.find import Stretch
 from overlap_inductor.passes.sequence.gather_again import save_rows
@@ -35,6 +36,7 @@ from overlap_inductor.passes.sequence.late_sums import behind
 from overlap_inductor.passes.sequence.late_sums import combine
 from overlap_inductor.passes.sequence.late_sums import is_late
 from overlap_inductor.passes.sequence.late_sums import of_the_backward
+from overlap_inductor.passes.sequence.replicated import ReplicatedMatmul
 from overlap_inductor.passes.sequence.rows import Rows
 from overlap_inductor.passes.sequence.rows import Tokens
 from overlap_inductor.passes.sequence.rows import is_one
@@ -168,7 +170,7 @@ class RowWriter:
         )
 
     def _row_node(self, node: fx.Node) -> fx.Node:
-        rule = rule_of(node)
+        rule = ReplicatedMatmul() if replicated.may_be(node) else rule_of(node)
         assert rule is not None
         return rule.write(node, self.held[node], self.held, self)
 
