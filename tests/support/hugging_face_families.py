@@ -15,11 +15,11 @@ from tests.support import with_and_without
 
 TOKENS = 12
 _SIZES: dict[str, Any] = {
-    "vocab_size": 64, "vocab_size_per_layer_input": 64,
+    "vocab_size": 72, "vocab_size_per_layer_input": 72,
     "hidden_size": 72, "hidden_size_per_layer_input": 12, "num_hidden_layers": 2,
     "intermediate_size": 48, "intermediate_size_mlp": 48,
-    "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "moe_intermediate_size": 24,
-    "shared_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_kv_shared_layers": 0, "head_dim": 8,
+    "ffn_hidden_size": 48, "expert_ffn_hidden_size": 48, "moe_intermediate_size": 48,
+    "shared_intermediate_size": 48, "shared_expert_intermediate_size": 48, "num_kv_shared_layers": 0, "head_dim": 8,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 8, "sliding_window": 8, "max_position_embeddings": 64,
     "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4,
@@ -56,10 +56,12 @@ def families() -> list[str]:
 
 
 def _heads(variant: str, world_size: int) -> dict[str, int]:
-    """The numbers of heads. A rank has four heads in ``even``, otherwise three. In ``odd``, all heads of a rank share
-    one key-value head. For families that do not run in ``odd``, ``tools/sweep_models.py`` tries ``odd vocabulary``."""
+    """The numbers of heads, and a hidden size if these numbers do not divide that of ``_SIZES``. A rank has four heads
+    in ``even``, otherwise three. In ``odd``, all heads of a rank share one key-value head. For families that do not run
+    in ``odd``, ``tools/sweep_models.py`` tries ``odd vocabulary``."""
     heads = {"even": 4, "odd": 3, "odd vocabulary": 3}[variant] * world_size
-    return {"num_attention_heads": heads, "num_key_value_heads": world_size if variant == "odd" else heads}
+    hidden = {} if _SIZES["hidden_size"] % heads == 0 else {"hidden_size": 6 * heads}
+    return {"num_attention_heads": heads, "num_key_value_heads": world_size if variant == "odd" else heads, **hidden}
 
 
 def _config(kind: Any, sizes: dict[str, Any]) -> Any:
