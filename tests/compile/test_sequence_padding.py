@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from operator import add
 from operator import getitem
+from operator import mul
 
 import pytest
 import torch
 from torch import fx
 
 from overlap_inductor.facts.machine import BOXES
+from overlap_inductor.passes.sequence.sizes import SizeNodes
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.torch_compat.target import planning_for
@@ -189,3 +192,13 @@ def test_the_forward_saves_all_rows_where_the_backward_cannot_hide_a_gather(toke
         made.output(made.mm(rows, up), gradient)
         (facts,) = made.divide(schedule="auto")
         assert (facts.status, facts.gathered_again) == ("rewritten", again)
+
+
+def test_a_power_of_a_size_is_written_as_a_product() -> None:
+    """If the first call has as many sequences as tokens in each sequence, torch gives both dims one symbol."""
+    with fake_group(2):
+        made = HandGraph()
+        size = tools.shape(made.input(TOKENS, H, dynamic=[0]))[0]
+        node = SizeNodes(made.graph).argument(size * size * size + 1)
+        assert tools.value(node).node.expr == size.node.expr**3 + 1
+        assert {n.target for n in made.graph.nodes if n.op == "call_function"} == {aten.sym_size.int, mul, add}

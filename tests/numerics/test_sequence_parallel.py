@@ -57,7 +57,7 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     # numbers of tokens.
     "dynamic": (8, 8, 12, set()),
     "dynamic, even": (4, 4, 6, set()),
-    "dynamic, [B, S, H]": (4, 4, 6, set()),
+    "dynamic, [B, S, H]": (8, 8, 12, set()),
     "dynamic, NaN in the padding": (4, 4, 6, set()),
 }
 FAST = ("[B, S, H], odd, accumulated gradients", "dynamic", "dynamic, NaN in the padding")

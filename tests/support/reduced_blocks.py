@@ -202,6 +202,7 @@ CASES: dict[str, Callable[[], Computation]] = {
     # Some numbers of tokens are multiples of the number of ranks.
     "dynamic": partial(_dynamic, (TOKENS,), (TOKENS + 1,), (2 * TOKENS,), (TOKENS + 5,)),
     "dynamic, even": partial(_dynamic, (TOKENS,), (2 * TOKENS,)),
+    # In the first call, both dims have one symbol, because their sizes are equal.
     "dynamic, [B, S, H]": partial(_dynamic, (5, 5), (5, 7)),
     # A norm without an epsilon divides the rows beyond the last token, which are zero, by zero.
     "dynamic, NaN in the padding": partial(_dynamic, (TOKENS + 1,), eps=0.0),
