@@ -134,8 +134,8 @@ def _found(graph: fx.Graph) -> RowFinder:
 
 
 def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: OverlapConfig) -> bool:
-    """Whether the stretch may be rewritten for the numbers of tokens that this graph serves. A symbolic number must be
-    a multiple of the number of ranks. If this is not known, a guard is added, and the number at compile time decides.
+    """Whether the stretch may be rewritten for the numbers of tokens that this graph serves. If it is not known whether
+    a symbolic number is a multiple of the number of ranks, a guard is added, and the number at compile time decides.
     If the rewrite cannot pay at that number, ``auto`` keeps the stretch, and guards only an upper limit of the
     number. Numbers that fail a guard get other graphs."""
     tokens = stretch.tokens
@@ -152,14 +152,9 @@ def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: O
             text += f"; {limit} tokens and more get a graph of their own"
         facts[number] = replace(facts[number], status="kept", reasons=(Reason("few_tokens", text),))
         return False
-    if decide(tokens.count % tokens.world_size == 0):
-        return True
-    text = (
-        f"{tokens.count} tokens are not a multiple of {tokens.world_size} ranks in this graph; a multiple gets a graph"
-        " of its own"
-    )
-    facts[number] = replace(facts[number], status="kept", reasons=(Reason("uneven_tokens", text),))
-    return False
+    # Multiples and other numbers get graphs of their own, because the graph for multiples needs no padding.
+    decide(tokens.count % tokens.world_size == 0)
+    return True
 
 
 def _choose(

@@ -49,8 +49,6 @@ ADVICE = {
     "too_small": "If much could be saved, use more tokens in a call; else change nothing."
     " OVERLAP_INDUCTOR_SCHEDULE=<name> forces a schedule, to measure it.",
     "uneven_splits": "Send every rank an equal part of a known size, or move the op that the reason names elsewhere.",
-    "uneven_tokens": "Use a number of tokens that is a multiple of the number of ranks, or compile for a fixed number"
-    " of tokens.",
     "weight_depends_on_collective": "Compute the operand that the reason names without the collective's result."
     f" {_PART_OF_THE_MODEL}",
     "workspace": "Raise OVERLAP_INDUCTOR_WORKSPACE_LIMIT or, for dynamic sizes, lower OVERLAP_INDUCTOR_MAX_TOKENS.",

@@ -111,6 +111,16 @@ def same_shape(a: Any, b: Any) -> bool:
     return len(shape(a)) == len(shape(b)) and all(map(same_size, shape(a), shape(b)))
 
 
+def is_contiguous(node: Any) -> bool:
+    """Whether a tensor is contiguous for all values of its symbolic sizes. Adds no guard."""
+    expected: Any = 1
+    for size, stride in zip(reversed(shape(node)), reversed(value(node).stride()), strict=True):
+        if not (isinstance(size, int) and size == 1) and not same_size(stride, expected):
+            return False
+        expected = expected * size
+    return True
+
+
 def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
     for source in node.all_input_nodes:
         if is_tensor(source):

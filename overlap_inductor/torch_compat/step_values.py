@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
@@ -119,7 +120,8 @@ def computed(function: Any, *args: Any, **kwargs: Any) -> Any:
         with without_guards(sizes[0].node.shape_env if sizes else None):
             return function(*args, **kwargs)
     mode = operators.fake_mode((args, kwargs))
-    with mode, without_guards(mode.shape_env):
+    # Some operators, such as ``constant_pad_nd``, take symbolic sizes only in Python.
+    with mode, enable_python_dispatcher(), without_guards(mode.shape_env):
         return function(*args, **kwargs)
 
 

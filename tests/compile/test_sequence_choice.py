@@ -37,9 +37,9 @@ def layer(tokens: int, dynamic: bool = False) -> HandGraph:
     made = HandGraph()
     own, hidden, dims = 1024, 8192, [0] if dynamic else []
     x = made.input(tokens, own, dtype=BF16, dynamic=dims)
-    total = made.reduce(made.mm(x, made.input(own, hidden, dtype=BF16, name="w")))
-    added = made.call(aten.relu.default, total)
-    return made.output(made.mm(added, made.input(hidden, 2 * own, dtype=BF16, name="v")), added)
+    w, v = made.input(own, hidden, dtype=BF16, name="w"), made.input(hidden, 2 * own, dtype=BF16, name="v")
+    added = made.call(aten.relu.default, made.reduce(made.mm(x, w)))
+    return made.output(made.mm(added, v), added)
 
 
 def has(made: HandGraph, name: str) -> bool:
@@ -75,6 +75,21 @@ def test_auto_guards_a_symbolic_number_of_tokens_where_the_choice_changes() -> N
         (size,) = (n.meta["val"].shape[0].node.expr for n in small.graph.nodes if n.name == "x")
         assert upper == (size < upper.rhs) and 16 < int(upper.rhs) <= int(limit.rhs)
         assert reason.code == "few_tokens" and f"{upper.rhs} tokens and more get a graph of their own" in reason.text
+
+
+def test_auto_rewrites_a_large_symbolic_number_that_the_ranks_do_not_divide() -> None:
+    """Its sites are found and estimated like those of multiples. The guards say that it is no multiple."""
+    with fake_group(8), planning_for(H200):
+        even, odd, small = (layer(tokens, dynamic=True) for tokens in (16384, 16387, 1027))
+        (of_even,), (of_odd,), (kept,) = (
+            made.divide(schedule="auto", sequence_parallel="auto") for made in (even, odd, small)
+        )
+        assert (of_odd.status, of_odd.source, kept.status) == ("rewritten", "analytic", "kept")
+        assert [r.code for r in kept.reasons] == ["too_small"] and has(odd, "reduce_scatter")
+        assert of_odd.estimate_us["rewritten"] == pytest.approx(of_even.estimate_us["rewritten"], rel=0.02)
+        (size,) = (n.meta["val"].shape[0].node.expr for n in odd.graph.nodes if n.name == "x")
+        divides, limit = (guard.expr for guard in odd.shapes.guards)
+        assert divides == sympy.Ne(Mod(size, 8), 0) and limit == (size >= limit.rhs)
 
 
 @pytest.mark.parametrize("mode", ["on", "strict"])

@@ -18,15 +18,14 @@ from tests.support.sequence_blocks import file_of
 TORCH = "2.13"
 """The golden files are for this torch version."""
 KEPT = {
-    "dynamic odd": "uneven_tokens",
     "few tokens": "few_tokens",
     "dropout": "no_token_wise_work",
 }
 """Blocks that are not rewritten, each with its reason."""
 ON_RANKS = [
     *[(2, "llama trained"), (2, "positions"), (2, "uneven")],
-    *[(3, "llama"), (3, "uneven"), (3, "dynamic")],
-    *[(8, "llama trained"), (8, "dynamic"), (8, "fp8")],
+    *[(3, "llama"), (3, "uneven"), (3, "dynamic"), (3, "dynamic odd")],
+    *[(8, "llama trained"), (8, "dynamic"), (8, "dynamic odd"), (8, "fp8")],
 ]
 """``(number of ranks, block)``. The block's reports and graphs are compared between the first and the last rank."""
 REPEATED = [(2, "llama trained"), (2, "positions"), (2, "uneven"), (3, "llama"), (8, "llama trained"), (8, "dynamic")]

@@ -39,7 +39,6 @@ from tests.support.with_and_without import Computation
 
 LIMIT = 1e-5
 """The largest difference from eager PyTorch or from the plain compile, relative to a result's largest element."""
-UNEVEN = {"kept: uneven_tokens"}
 RANDOM = {"refused: no_token_wise_work"}
 # ``{block: (all-reduces, rewritten all-reduces, overlapped sites, reasons why other all-reduces are left)}``.
 EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
@@ -56,12 +55,14 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "DTensor": (4, 4, 6, set()),
     # One graph serves the numbers of tokens that are multiples of the number of ranks. Another graph serves all other
     # numbers of tokens.
-    "dynamic": (8, 4, 10, UNEVEN),
+    "dynamic": (8, 8, 12, set()),
     "dynamic, even": (4, 4, 6, set()),
+    "dynamic, [B, S, H]": (8, 8, 12, set()),
+    "dynamic, NaN in the padding": (4, 4, 6, set()),
 }
-FAST = ("[B, S, H], odd, accumulated gradients",)
-"""``make test`` runs these blocks and ``dynamic, even``. Other blocks are thorough only. ``tests/compile`` has golden
-graphs of similar blocks."""
+FAST = ("[B, S, H], odd, accumulated gradients", "dynamic", "dynamic, NaN in the padding")
+"""``make test`` runs these blocks. Other blocks are thorough only. ``tests/compile`` has golden graphs of similar
+blocks."""
 
 
 def _rows(
@@ -94,9 +95,9 @@ def _problems(rows: Mapping[str, dict[str, Any]], expected: Mapping[str, tuple[i
 @pytest.mark.parametrize(
     ("world_size", "names"),
     [
-        (2, (*FAST, "dynamic, even")),
-        pytest.param(3, (*FAST, "dynamic"), marks=pytest.mark.thorough),
-        pytest.param(2, tuple(n for n in CASES if n not in (*FAST, "dynamic, even")), marks=pytest.mark.thorough),
+        (2, FAST),
+        pytest.param(3, (*FAST, "dynamic, [B, S, H]"), marks=pytest.mark.thorough),
+        pytest.param(2, tuple(n for n in CASES if n not in FAST), marks=pytest.mark.thorough),
     ],
     ids=["2 ranks", "3 ranks", "2 ranks, more blocks"],
 )

@@ -73,12 +73,12 @@ class Half(nn.Module):
 
 
 class Layers(nn.Module):
-    """Halves of layers. ``around`` wraps each half, for example in a checkpoint."""
+    """Halves of layers. ``around`` wraps each half, for example in a checkpoint. ``eps`` is that of the RMS norms."""
 
-    def __init__(self, number: int, around: Callable[..., Any] | None = None, **fields: Any) -> None:
+    def __init__(self, number: int, around: Callable[..., Any] | None = None, eps: float = 1e-6, **fields: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        norms = [nn.RMSNorm(HIDDEN, eps=1e-6) if i % 2 else nn.LayerNorm(HIDDEN) for i in range(number)]
+        norms = [nn.RMSNorm(HIDDEN, eps=eps) if i % 2 else nn.LayerNorm(HIDDEN) for i in range(number)]
         self.halves, self.around = nn.ModuleList(Half(norm, **fields) for norm in norms), around
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,12 +178,12 @@ def _dtensor() -> Computation:
     return computation
 
 
-def _dynamic(*lengths: int) -> Computation:
-    """One call for each number of tokens in ``lengths``."""
+def _dynamic(*shapes: tuple[int, ...], **fields: Any) -> Computation:
+    """One call for each of ``shapes``, the inputs' shapes without the hidden size. ``fields``: those of ``Layers``."""
 
     def computation(backend: Any) -> dict[str, torch.Tensor]:
-        model = Layers(2)
-        inputs = [input_of(tokens, HIDDEN, seed=tokens) for tokens in lengths]
+        model = Layers(2, **fields)
+        inputs = [input_of(*shape, HIDDEN, seed=sum(shape)) for shape in shapes]
         return _step(_compiled(model, backend, dynamic=True), model, *inputs)
 
     return computation
@@ -200,6 +200,10 @@ CASES: dict[str, Callable[[], Computation]] = {
     ),
     "DTensor": _dtensor,
     # Some numbers of tokens are multiples of the number of ranks.
-    "dynamic": partial(_dynamic, TOKENS, TOKENS + 1, 2 * TOKENS, TOKENS + 5),
-    "dynamic, even": partial(_dynamic, TOKENS, 2 * TOKENS),
+    "dynamic": partial(_dynamic, (TOKENS,), (TOKENS + 1,), (2 * TOKENS,), (TOKENS + 5,)),
+    "dynamic, even": partial(_dynamic, (TOKENS,), (2 * TOKENS,)),
+    # In the first call, both dims have one symbol, because their sizes are equal.
+    "dynamic, [B, S, H]": partial(_dynamic, (5, 5), (5, 7)),
+    # A norm without an epsilon divides the rows beyond the last token, which are zero, by zero.
+    "dynamic, NaN in the padding": partial(_dynamic, (TOKENS + 1,), eps=0.0),
 }

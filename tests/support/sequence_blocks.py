@@ -174,6 +174,7 @@ BLOCKS: dict[str, tuple[Callable[..., Any], Make]] = {
     "uneven": (one_layer, lambda n: _floats((1, 4 * n + 1, H), *_LAYER)),
     "dynamic": (one_layer, lambda n: _floats((4 * n, H), *_LAYER)),
     "dynamic odd": (one_layer, lambda n: _floats((4 * n + 1, H), *_LAYER)),
+    "dynamic odd trained": (llama_trained, lambda n: _floats((4 * n + 1, H), (H,), *_MLP, (H,), *_MLP)),
     "bf16": (one_layer, lambda n: _floats((1, 4 * n, H), *_LAYER, dtype=torch.bfloat16)),
     "fp8": (quantised, _fp8),
     "dropout": (dropout, lambda n: _floats((1, 4 * n, H), (H, H), (H,), _UP)),

@@ -71,11 +71,6 @@ def _() -> OverlapReport:
     return divided(made.output(made.call(aten.sort.default, total, 0)))
 
 
-@case("uneven_tokens", "stretch kept")
-def _() -> OverlapReport:
-    return divided(stretch(5, dynamic=True))
-
-
 @case("too_small", "stretch kept")
 def _() -> OverlapReport:
     return divided(stretch(8), sequence_parallel="auto")

@@ -43,10 +43,6 @@ GROUPS: dict[str, dict[str, str]] = {
             "The stretch has fewer tokens than the group has ranks. Or the stretch has so few tokens that the"
             " reduce-scatters and all-gathers of the sequence-parallel rewrite would cost more than the all-reduces."
         ),
-        "uneven_tokens": (
-            "The number of tokens is symbolic, and in this graph it is not a multiple of the number of ranks. Token"
-            " counts that are multiples get a graph of their own. The sequence-parallel rewrite may rewrite that graph."
-        ),
     },
     "There is no matmul to overlap with": {
         "no_matmul": "No matmul stands beside the collective, so nothing could hide it.",

@@ -13,6 +13,8 @@ Only the rank's rows are saved if
   the transfer, or
 - the forward does not need all rows.
 
+If the number of tokens is symbolic and W does not divide it, the gradients' matmuls do not hide the gather.
+
 The pass tags nodes as recomputed, and the partitioner does not save a tagged node.
 """
 
@@ -22,6 +24,7 @@ import math
 from collections.abc import Iterable
 from collections.abc import Mapping
 
+import torch
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
@@ -31,6 +34,7 @@ from overlap_inductor.sites import matmuls
 from overlap_inductor.sites import sizes
 from overlap_inductor.sites.collectives import find_collectives
 from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.recompute import compute_again
 
 aten = tools.aten
@@ -53,9 +57,10 @@ def save_rows(
     for collective, node in _gathers(made):
         if made[collective][1] in backward:
             continue
-        views, readers = _behind(node.wait)
+        views, readers, cut = _behind(node.wait)
         gradients = [r for r in readers if r in backward]
-        if not gradients or (len(gradients) < len(readers) and not hidden(node, gradients, config)):
+        overlapped = [r for r in gradients if r not in cut]
+        if not gradients or (len(gradients) < len(readers) and not hidden(node, overlapped, config)):
             continue
         for part in (collective, node.wait, *views):
             compute_again(part)
@@ -76,20 +81,30 @@ def _gathers(made: Iterable[fx.Node]) -> list[tuple[fx.Node, CollectiveNode]]:
     ]
 
 
-def _behind(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """``(views, readers)``: the views, permutations and slices of ``wait``, and the other nodes that read it or a
-    view."""
+def _behind(wait: fx.Node) -> tuple[list[fx.Node], list[fx.Node], set[fx.Node]]:
+    """``(views, readers, cut)``: the views, permutations and slices of ``wait``, and the other nodes that read it or a
+    view. ``cut``: the nodes that read a slice of symbolic length. No schedule overlaps their matmuls with the gather
+    (``passes.sequence.padded_matmuls``)."""
     views: list[fx.Node] = []
     readers: list[fx.Node] = []
+    cut: set[fx.Node] = set()
     pending = [wait]
     while pending:
-        for user in pending.pop().users:
-            if tools.is_reshape(user) or tools.permutation(user) is not None or user.target is aten.slice.Tensor:
+        source = pending.pop()
+        for user in source.users:
+            is_slice = user.target is aten.slice.Tensor
+            if source in cut or (is_slice and _is_of_symbolic_length(user)):
+                cut.add(user)
+            if tools.is_reshape(user) or tools.permutation(user) is not None or is_slice:
                 views.append(user)
                 pending.append(user)
             else:
                 readers.append(user)
-    return views, readers
+    return views, readers, cut
+
+
+def _is_of_symbolic_length(node: fx.Node) -> bool:
+    return isinstance(tools.shape(node)[operators.argument(node, "dim")], torch.SymInt)
 
 
 def hidden(collective: CollectiveNode, gradients: Iterable[fx.Node], config: OverlapConfig) -> bool:

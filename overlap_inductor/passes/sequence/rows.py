@@ -43,12 +43,25 @@ class Tokens:
     @property
     def padded(self) -> Size:
         """The number of all ranks' rows, with the rows beyond the last token."""
-        return self.count if self.even else self.shard * self.world_size
+        return self.count if self.even else (self.count + self.world_size - 1) // self.world_size * self.world_size
 
     @property
     def even(self) -> bool:
         """Whether W is known to divide T."""
         return same_size(self.count % self.world_size, 0)
+
+
+@dataclass(frozen=True)
+class AllRows(Tokens):
+    """Tokens of which each rank holds all rows, with the rows beyond the last token."""
+
+    @classmethod
+    def of(cls, tokens: Tokens) -> AllRows:
+        return cls(tokens.group_name, tokens.world_size, tokens.count)
+
+    @property
+    def shard(self) -> Size:
+        return self.padded
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,9 @@ class SizeNodes:
                     if isinstance(own, torch.SymInt) and own.node.expr == expression:
                         return self._node(aten.sym_size.int, tensor, dim)
             raise ValueError(f"no input of the graph defines the symbol {expression} of the size {size}")
-        parts = [self._of(a, size) for a in expression.args]
-        if isinstance(expression, (sympy.Add, sympy.Mul)):
+        power = _whole_power(expression)
+        parts = [self._of(a, size) for a in ([expression.base] * power if power else expression.args)]
+        if power or isinstance(expression, (sympy.Add, sympy.Mul)):
             function = operator.add if isinstance(expression, sympy.Add) else operator.mul
         elif type(expression) in BINARY:
             function = BINARY[type(expression)]
@@ -82,3 +83,9 @@ class SizeNodes:
         node.meta["val"] = evaluated(node)
         self._last = node
         return node
+
+
+def _whole_power(expression: Any) -> int:
+    """``n`` if ``expression`` is ``base ** n`` for a positive int ``n``, else 0."""
+    is_whole = isinstance(expression, sympy.Pow) and expression.exp.is_Integer and expression.exp > 0
+    return int(expression.exp) if is_whole else 0

@@ -11,7 +11,8 @@ number::
                                                    y = mm(view(g), wq)
 
 All users that need all rows of a node share one gather. Every new node has the metadata (module, stack trace, recompute
-tag) of the node that it replaces.
+tag) of the node that it replaces. If T is symbolic and W does not divide it, ``padded_matmuls`` then moves the padding
+in front of matmuls, and the cut behind them.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from overlap_inductor.passes.sequence.late_sums import behind
 from overlap_inductor.passes.sequence.late_sums import combine
 from overlap_inductor.passes.sequence.late_sums import is_late
 from overlap_inductor.passes.sequence.late_sums import of_the_backward
+from overlap_inductor.passes.sequence.padded_matmuls import compute_padded
 from overlap_inductor.passes.sequence.replicated import ReplicatedMatmul
 from overlap_inductor.passes.sequence.rows import Rows
 from overlap_inductor.passes.sequence.rows import Tokens
-from overlap_inductor.passes.sequence.rows import is_one
 from overlap_inductor.passes.sequence.rules import rule_of
 from overlap_inductor.passes.sequence.sizes import SizeNodes
 from overlap_inductor.passes.sequence.sums import EXTREMA
@@ -80,6 +81,8 @@ class RowWriter:
         self._stretch = 0
         self._late: dict[tuple[Any, ...], list[tuple[int, fx.Node, fx.Node]]] = {}
         self._backward = of_the_backward(graph)
+        self._short: dict[fx.Node, Tokens] = {}
+        self._pads: dict[fx.Node, Tokens] = {}
 
     def apply(self, stretches: list[tuple[int, Stretch]]) -> None:
         """Rewrite the numbered ``stretches``. After an error, the graph is only partly rewritten."""
@@ -95,14 +98,13 @@ class RowWriter:
                 self._sum(node)
             elif node in members:
                 self._stretch, source = members[node]
-                with self._in_place_of(node):
+                with self.in_place_of(node):
                     self._local[node] = self._scatter(source) if source is not None else self._row_node(node)
         for number, stretch in stretches:
             self._stretch = number
             readers = {node: self._readers(node, users) for node, users in stretch.needs_whole.items()}
             for node in sorted(readers, key=lambda n: min(readers[n])):
                 self._gather(node, readers[node])
-        self.gathered_again = save_rows(self.made, self._backward, self.config)
         for late in self._late.values():
             self._combine(late)
         inputs = [c.input for _, stretch in stretches for source in stretch.sources for c in source.collectives]
@@ -114,6 +116,11 @@ class RowWriter:
             while tools.is_reshape(node) and not node.users:
                 view, node = node, node.args[0]
                 self.graph.erase_node(view)
+        short, pads = ({n: t for n, t in of.items() if _is_symbolic(t)} for of in (self._short, self._pads))
+        if short or pads:
+            compute_padded(self.graph, short, pads, self)
+            self._backward |= of_the_backward(self.graph)
+        self.gathered_again = save_rows(self.made, self._backward, self.config)
         self.graph.lint()
 
     def _readers(self, node: fx.Node, users: list[tuple[fx.Node, str]]) -> list[fx.Node]:
@@ -148,19 +155,20 @@ class RowWriter:
         # tokens, it is repeated B times before it is cut.
         key = node, tokens.group_name, str((ahead, dims))
         if key not in self._cuts:
-            shape = tools.shape(node)
-            if not same_size(tools.numel(shape[:ahead]), tokens.count):
-                node_in_dims = self.reshape(node, [*[1] * (len(dims) - ahead), *shape])
-                wide = [self.size(s) for s in (*dims, *shape[ahead:])]
-                full = self.call(aten.expand.default, node_in_dims, wide)
-            else:
-                full = node
-            flat = self._padded(self.reshape(full, [tokens.count, *shape[ahead:]]), tokens)
+            flat = self.padded(self.full(node, tokens, ahead, dims), tokens)
             rows = self.size(tokens.shard)
             self._cuts[key] = self.call(overlap.take.default, flat, 0, 0, rows, 0, rows, tokens.group_name)
         return self._cuts[key]
 
-    def _padded(self, flat: fx.Node, tokens: Tokens) -> fx.Node:
+    def full(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
+        """``node`` as ``[T, *features]``. Its first ``ahead`` dims are expanded to ``dims`` and joined."""
+        shape = tools.shape(node)
+        if not same_size(tools.numel(shape[:ahead]), tokens.count):
+            node_in_dims = self.reshape(node, [*[1] * (len(dims) - ahead), *shape])
+            node = self.call(aten.expand.default, node_in_dims, [self.size(s) for s in (*dims, *shape[ahead:])])
+        return self.reshape(node, [tokens.count, *shape[ahead:]])
+
+    def padded(self, flat: fx.Node, tokens: Tokens) -> fx.Node:
         """``flat [T, ...]`` with zero rows up to a multiple of the world size."""
         if tokens.even:
             return flat
@@ -183,8 +191,10 @@ class RowWriter:
         total = parts[0]
         for part in parts[1:]:
             total = self.call(aten.add.Tensor, total, part)
-        flat = self._padded(self.reshape(total, shape), tokens)
-        if not _is_contiguous(flat):
+        flat = self.padded(self.reshape(total, shape), tokens)
+        if not tokens.even:
+            self._pads[flat] = tokens
+        if not tools.is_contiguous(flat):
             flat = self.call(aten.clone.default, flat, memory_format=torch.contiguous_format)
         is_site = is_matmul_result(total) or (tokens.even and sums_experts(total))
         if tools.value(flat).device.type == "cpu" and not is_site:
@@ -210,16 +220,17 @@ class RowWriter:
         """Gather the rows of ``node`` before the first of ``users``. All of ``users`` then read all rows."""
         tokens, local = self.held[node].tokens, self._local[node]
         first = min(users)
-        with self._in_place_of(node, first):
+        with self.in_place_of(node, first):
             if local not in self._gathered:
                 sent = self._movable(local)
-                if not _is_contiguous(local):
+                if not tools.is_contiguous(local):
                     sent = self.call(aten.clone.default, sent, memory_format=torch.contiguous_format)
                 full = self._exchanged(node, c10d.all_gather_into_tensor.default, sent, None, tokens)
-                if not tokens.even:
-                    full = self.call(aten.slice.Tensor, full, 0, 0, self.size(tokens.count))
                 if tools.dtype(full) != tools.dtype(local):
                     full = self.call(aten.view.dtype, full, tools.dtype(local))
+                if not tokens.even:
+                    full = self.call(aten.slice.Tensor, full, 0, 0, self.size(tokens.count))
+                    self._short[full] = tokens
                 self._gathered[local] = full
             elif first < self._gathered[local]:
                 raise RuntimeError(f"{first.name} needs all rows of {node.name} before they are gathered")
@@ -230,7 +241,7 @@ class RowWriter:
             whole = self.reshape(full, tools.shape(node)) if len(flat) < len(users) else full
         for user in users:
             if user.op == "output" and user not in flat:
-                with self._in_place_of(node, user):
+                with self.in_place_of(node, user):
                     user.replace_input_with(node, self._with_strides_of(node, whole))
             else:
                 user.replace_input_with(node, full if user in flat else whole)
@@ -261,7 +272,7 @@ class RowWriter:
     def _sum(self, node: fx.Node) -> None:
         source: Any = node.args[0]
         rows = self.held[source]
-        with self._in_place_of(node):
+        with self.in_place_of(node):
             part = write_partial(node, rows, self)
             if is_late(node):
                 value = tools.value(part)
@@ -284,11 +295,11 @@ class RowWriter:
         self._stretch, last, _ = late[-1]
         output = self.graph.output_node()
         group = self.held[last.args[0]].tokens.group_name
-        with self._in_place_of(last, output):
+        with self.in_place_of(last, output):
             sums = combine([part for _, _, part in late], lambda part: self._all_reduced(last, part, group), self)
         for (_, node, _), total in zip(late, sums, strict=True):
             users = behind(node)
-            with self._in_place_of(node, output):
+            with self.in_place_of(node, output):
                 node.replace_all_uses_with(write_result(node, total, self))
             for user in users:
                 output.prepend(user)
@@ -299,7 +310,7 @@ class RowWriter:
         return self.call(c10d.wait_tensor.default, combined)
 
     @contextmanager
-    def _in_place_of(self, node: fx.Node, before: fx.Node | None = None) -> Iterator[None]:
+    def in_place_of(self, node: fx.Node, before: fx.Node | None = None) -> Iterator[None]:
         """New nodes stand before ``before`` (by default ``node``), with the metadata of ``node``."""
         outer, self._meta = self._meta, {k: v for k, v in node.meta.items() if k not in NOT_COPIED}
         try:
@@ -309,14 +320,8 @@ class RowWriter:
             self._meta = outer
 
 
-def _is_contiguous(node: fx.Node) -> bool:
-    """Whether a tensor is contiguous for all values of its symbolic sizes. Adds no guard."""
-    expected: Any = 1
-    for size, stride in zip(reversed(tools.shape(node)), reversed(tools.value(node).stride()), strict=True):
-        if not is_one(size) and not same_size(stride, expected):
-            return False
-        expected = expected * size
-    return True
+def _is_symbolic(tokens: Tokens) -> bool:
+    return isinstance(tokens.count, torch.SymInt)
 
 
 def _members(stretch: Stretch) -> set[fx.Node]:
