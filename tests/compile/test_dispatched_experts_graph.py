@@ -148,6 +148,22 @@ def test_order_in_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(buffer[2:5], 2 * x[2:5]) and torch.equal(results[4:7], 2 * x[2:5])
 
 
+def _programs(report: OverlapReport) -> list[str]:
+    """The ops of each row program in the rewritten graph."""
+    texts = re.findall(r"'(\{\"ops\": .*?\})'", report.after)
+    return [" ".join(name.split(".")[1] for name, _, _ in json.loads(text)["ops"]) for text in texts]
+
+
+def test_an_activation_is_one_op_of_the_program() -> None:
+    """Forward: ``silu`` is one op. Backward: ``silu`` and the gradient of ``silu`` are computed with each piece, by one
+    op each. So the op gets the two tensors that the forward saved, and no tensor in fp32."""
+    (forward, backward), *_ = _reports(0, {})
+    assert _programs(forward) == ["_grouped_mm silu _grouped_mm mul _grouped_mm"]
+    assert _programs(backward) == ["_grouped_mm silu mul mul _grouped_mm silu_backward _grouped_mm add"]
+    (line,) = [line for line in backward.after.splitlines() if "all_to_all_experts.default(" in line]
+    assert "[_grouped_mm, _grouped_mm_1], [permute_" in line
+
+
 def _grouped(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return torch._grouped_mm(x, w, offs=ends)
 
