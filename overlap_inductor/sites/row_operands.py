@@ -107,8 +107,8 @@ def _calls(given: list[fx.Node], steps: list[fx.Node], results: list[fx.Node]) -
             continue
         single = single_op(node)
         if node not in members:
-            absorbed = single is not None and members.issuperset(node.users) and cut_by_rows(node, rows)
-            if not absorbed:
+            by_rows = tools.is_tensor(node) and len(tools.shape(node)) == 2 and cut_by_rows(node, rows)
+            if single is None or not by_rows or not members.issuperset(node.users):
                 continue
         if single is not None:
             call = _Call(single.name, single.inputs, {}, single.inputs)

@@ -7,8 +7,8 @@ one tensor, in bf16::
     f = to_fp32(x)
     y = to_bf16(f / (exp(-f) + 1))    ->    y = silu(x)
 
-In bf16, the single op and its decomposition give the same bits, because both compute in fp32 and round once. In other
-dtypes, nothing is recognised.
+In bf16, the single op and its decomposition compute the same in fp32 and round once. On CPUs, they give the same bits
+(``tests/unit/test_single_ops.py``). In other dtypes, nothing is recognised.
 """
 
 from __future__ import annotations
