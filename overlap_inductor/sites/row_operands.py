@@ -16,6 +16,7 @@ from overlap_inductor.sites.row_program import RowProgram
 from overlap_inductor.sites.row_program import dtype_name
 from overlap_inductor.sites.row_steps import cut_by_rows
 from overlap_inductor.sites.row_steps import is_grouped
+from overlap_inductor.sites.single_ops import single_op
 from overlap_inductor.torch_compat import operators
 
 
@@ -27,6 +28,16 @@ class Operands:
     program: RowProgram
     rows: list[fx.Node]
     whole: list[fx.Node]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An op of the program. ``args``, ``kwargs``: its arguments. ``inputs``: the nodes among them."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[fx.Node, ...]
 
 
 def operands_of(
@@ -44,13 +55,14 @@ def operands_of(
     Raises:
         ValueError: an argument of a step cannot be written as text.
     """
-    own = {*given, *steps}
-    read = dict.fromkeys(n for step in steps for n in tools.tensor_inputs(step) if n not in own and n is not ends)
+    calls = _calls(given, steps, [result, *handed_out])
+    own = {*given, *calls, ends}
+    read = dict.fromkeys(n for call in calls.values() for n in call.inputs if tools.is_tensor(n) and n not in own)
     # If there are as many experts as rows, ``cut_by_rows`` takes the weights for rows. The weights belong to ``whole``.
     count, weights = tools.shape(result)[0], {n.args[1] for n in steps if is_grouped(n)}
     rows = [n for n in read if n not in weights and cut_by_rows(n, count)]
     whole = [n for n in read if n not in rows]
-    numbers = {n: i for i, n in enumerate([*given, *rows, *steps])}
+    numbers = {n: i for i, n in enumerate([*given, *rows, *calls])}
 
     def encoded(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -69,13 +81,40 @@ def operands_of(
         raise ValueError(f"an experts' op has the argument {value!r}; expected tensors, numbers and dtypes")
 
     ops = tuple(
-        (
-            operators.full_name(n) or GETITEM,
-            [encoded(a) for a in n.args],
-            {k: encoded(v) for k, v in n.kwargs.items()},
-        )
-        for n in steps
+        (call.name, [encoded(a) for a in call.args], {k: encoded(v) for k, v in call.kwargs.items()})
+        for call in calls.values()
     )
     out = tuple(HandedOut(numbers[n], tuple(tools.shape(n)[1:]), dtype_name(tools.dtype(n))) for n in handed_out)
     program = RowProgram(ops, numbers[result], tools.shape(result)[1], dtype_name(tools.dtype(result)), out)
     return Operands(program, rows, whole)
+
+
+def _calls(given: list[fx.Node], steps: list[fx.Node], results: list[fx.Node]) -> dict[fx.Node, _Call]:
+    """``{node: the op that computes its value}`` in graph order: what the program needs to compute ``results``.
+
+    If a single op has the same result as several nodes (``sites.single_ops``), the program calls this op. It replaces
+    steps, and nodes before the steps that only the steps read::
+
+        s = silu(gate)    # decomposed; no steps
+        y = mul(r, s)     # a step                ->    the program: silu(gate), mul
+    """
+    members, rows = {*given, *steps}, tools.shape(results[0])[0]
+    found: dict[fx.Node, _Call] = {}
+    pending = list(results)
+    while pending:
+        node = pending.pop()
+        if node in given or node in found:
+            continue
+        single = single_op(node)
+        if node not in members:
+            by_rows = tools.is_tensor(node) and len(tools.shape(node)) == 2 and cut_by_rows(node, rows)
+            if single is None or not by_rows or not members.issuperset(node.users):
+                continue
+        if single is not None:
+            call = _Call(single.name, single.inputs, {}, single.inputs)
+        else:
+            name = operators.full_name(node) or GETITEM
+            call = _Call(name, node.args, node.kwargs, tuple(node.all_input_nodes))
+        found[node] = call
+        pending += call.inputs
+    return {node: found[node] for node in sorted(found)}

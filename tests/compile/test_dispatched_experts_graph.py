@@ -120,9 +120,10 @@ class _Recorded:
         self.events.append(f"wait {hop}")
 
 
-def test_order_in_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank sends all pieces before it computes its own rows. Then it waits for each piece, computes it and returns
-    the results to the sender."""
+def _run_recorded(
+    monkeypatch: pytest.MonkeyPatch, rows: int, sent: list[int], received: list[int]
+) -> tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run the op on rank 1 of 3 with a program that doubles rows. Returns ``(events, x, buffer, results)``."""
     events: list[str] = []
     names = iter(["send", "return"])
     monkeypatch.setattr(ops.exchanges, "open_uneven", lambda *given: _Recorded(next(names), events, 2))
@@ -134,18 +135,52 @@ def test_order_in_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ops.Experts, "compute", recorded)
     program = RowProgram((("aten.mul.Tensor", [{"row": 0}, 2], {}),), 1, 3, "float32", ())
-    x, index, ends = torch.randn(9, 3), torch.randperm(12), torch.tensor([12]).int()
+    arriving = sum(received)
+    x, index, ends = torch.randn(rows, 3), torch.randperm(arriving), torch.tensor([arriving]).int()
     with fake_group(3, rank=1) as group:
         buffer, results, _, _ = torch.ops.overlap_inductor.all_to_all_experts(
-            torch.zeros(1), x, index, ends, [], [], program.to_text(), [2, 3, 4], [4, 3, 5], 1, group.group_name, "s"
+            torch.zeros(1), x, index, ends, [], [], program.to_text(), sent, received, 1, group.group_name, "s"
         )
+    return events, x, buffer, results
+
+
+def test_order_in_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank sends all pieces before it computes the first part of its own rows. Then it waits for each piece,
+    computes it and returns the results to the sender. While the last results return, it computes the second part of
+    its own rows."""
+    events, x, buffer, results = _run_recorded(monkeypatch, 9, [2, 3, 4], [4, 3, 5])
     # Ranks 0 and 2 send 4 and 5 rows. Hop 0 goes to rank 2 and comes from rank 0; hop 1 the other way round.
     assert events == [
-        *("send 0 of 12", "send 1 of 6", "rows 4 to 7"),
+        *("send 0 of 12", "send 1 of 6", "rows 4 to 6"),
         *("wait 0", "rows 0 to 4", "return 1 of 12"),
         *("wait 1", "rows 7 to 12", "return 0 of 15"),
+        "rows 6 to 7",
     ]
     assert torch.equal(buffer[2:5], 2 * x[2:5]) and torch.equal(results[4:7], 2 * x[2:5])
+
+
+def test_own_rows_are_one_piece_if_no_others_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No results return then. A second piece would only read the weights again."""
+    events, x, buffer, results = _run_recorded(monkeypatch, 9, [2, 3, 4], [0, 3, 0])
+    computed = [event for event in events if event.startswith("rows")]
+    assert [event for event in computed if event not in ("rows 0 to 0", "rows 3 to 3")] == ["rows 0 to 3"]
+    assert torch.equal(buffer[2:5], 2 * x[2:5]) and torch.equal(results, 2 * x[2:5])
+
+
+def _programs(report: OverlapReport) -> list[str]:
+    """The ops of each row program in the rewritten graph."""
+    texts = re.findall(r"'(\{\"ops\": .*?\})'", report.after)
+    return [" ".join(name.split(".")[1] for name, _, _ in json.loads(text)["ops"]) for text in texts]
+
+
+def test_an_activation_is_one_op_of_the_program() -> None:
+    """Forward: ``silu`` is one op. Backward: ``silu`` and the gradient of ``silu`` are computed with each piece, by one
+    op each. So the op gets the two tensors that the forward saved, and no tensor in fp32."""
+    (forward, backward), *_ = _reports(0, {})
+    assert _programs(forward) == ["_grouped_mm silu _grouped_mm mul _grouped_mm"]
+    assert _programs(backward) == ["_grouped_mm silu mul mul _grouped_mm silu_backward _grouped_mm add"]
+    (line,) = [line for line in backward.after.splitlines() if "all_to_all_experts.default(" in line]
+    assert "[_grouped_mm, _grouped_mm_1], [permute_" in line
 
 
 def _grouped(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,8 @@ overlap = torch.ops.overlap_inductor
 
 
 class ExpertsRing(UnevenRing):
-    """See ``form.RingForm``. The rank's own rows are computed first, the rows of other ranks when they arrive. Each
-    piece is sent back as soon as it is computed."""
+    """See ``form.RingForm``. Half of the rank's own rows are computed first, the rows of other ranks when they arrive,
+    and then the other half. Each piece is sent back as soon as it is computed."""
 
     def loopable(self, site: OverlapSite) -> bool:
         return True

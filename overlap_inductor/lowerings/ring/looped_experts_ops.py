@@ -3,10 +3,12 @@
 and return, piece by piece::
 
     start all hops of the first exchange
-    experts(own rows)
+    experts(first half of the own rows)
     for each hop: wait for it; experts(its rows); start the hop of the second exchange that returns them
+    experts(second half of the own rows)
 
-The op returns while the last pieces are under way. The op ``exchange_wait`` waits for these pieces.
+The first half hides the first pieces that arrive. The second half hides the last pieces that return. The op may return
+while pieces are under way. The op ``exchange_wait`` waits for these pieces.
 
 In the experts' order, row i is the arrived row ``index[i]``, and the rows of expert e end at ``ends[e]``. The GPU finds
 where each expert's rows end in a piece, so the host reads no row counts::
@@ -113,8 +115,17 @@ def _all_to_all_experts(
         to = cuts[(rank + 1 + step) % world_size]
         there.post(hop, x[to[part] : to[part + 1]].view(-1))
     experts = Experts(arrived, index, ends, rows, whole, parsed)
-    experts.compute(places[rank][0], places[rank][-1])
-    buffer[cuts[rank][0] : cuts[rank][-1]].copy_(experts.results[places[rank][0] : places[rank][-1]])
+    first, last = places[rank][0], places[rank][-1]
+
+    def compute_own(start: int, stop: int) -> None:
+        experts.compute(start, stop)
+        in_buffer = cuts[rank][0] - first
+        buffer[in_buffer + start : in_buffer + stop].copy_(experts.results[start:stop])
+
+    # The last returned rows still travel when all rows of other ranks are computed. Half of the own rows are computed
+    # meanwhile. If no rows come from other ranks, none return, so the own rows stay one piece.
+    held_back = (last - first) // 2 if sum(received) > received[rank] else 0
+    compute_own(first, last - held_back)
     for hop in range(there.hop_count):
         step, part = divmod(hop, parts)
         start, stop = places[(rank - 1 - step) % world_size][part : part + 2]
@@ -123,6 +134,7 @@ def _all_to_all_experts(
         # The rows came from rank ``rank - 1 - step``. Route ``direct`` sends to that rank in step
         # ``world_size - 2 - step``.
         back.post((world_size - 2 - step) * parts + part, experts.results[start:stop].view(-1))
+    compute_own(last - held_back, last)
     return buffer, experts.results, experts.handed_out, chain.new_empty(1)
 
 
