@@ -34,6 +34,7 @@ from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.sizes import has_example
 from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
+from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
 
 
 def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = None) -> Decision:
@@ -55,7 +56,7 @@ def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = N
         found = schedule.where_it_pays(site, config)
         if isinstance(found, Reason):
             reasons.append(found)
-        elif found is not None and host_bound is not None and any(p.overlaps and p.schedule != "keep" for p in found):
+        elif found is not None and host_bound is not None and any(map(_waits_for_hosts, found)):
             reasons = [host_bound]
         elif found is not None:
             plans[schedule.name] = found
@@ -72,6 +73,12 @@ def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = N
         joined = [s.joined(site, plans[s.name], called) for s in able if s.name in plans]
         first = next((plan for plan in joined if plan is not None), first)
     return Decision("overlapped", "analytic", _with(estimate, first))
+
+
+def _waits_for_hosts(piece: PlanPiece) -> bool:
+    """Whether ``piece`` may be slower than the graph as written if the host limits the graph. In a CUDA graph, each
+    schedule may be: the hosts wait for each other before a replay. Otherwise, ``small_message`` saves launches."""
+    return piece.schedule != "keep" and (piece.overlaps or captured_by_inductor())
 
 
 def _with(estimate: dict[str, float], pieces: list[PlanPiece]) -> list[PlanPiece]:
