@@ -306,7 +306,7 @@ def slow_link() -> str:
 def layers_rows(name: str = "layers_slow_link") -> list[Row]:
     """The stored rows of ``bench.layers``, from the last run of each program on each link. ``name``: the file's name,
     without its suffix."""
-    program = ("ranks", "link", "phase", "batch", "tokens")
+    program = ("ranks", "link", "layers", "phase", "batch", "tokens")
     return [row for same in groups(_read(name), *program).values() for row in same if row["date"] == same[-1]["date"]]
 
 

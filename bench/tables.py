@@ -56,7 +56,7 @@ def slow_link(rows: list[dict[str, Any]]) -> str:
 def layers(rows: Sequence[dict[str, Any]]) -> str:
     """A table of rows of ``bench.layers``, one line for each, in their order. Times are milliseconds."""
     head = (
-        "ranks", "link", "phase", "tokens", "variant", "ms", "p20-p80", "speed-up", "fastest ms", "tokens/s",
+        "ranks", "link", "layers", "phase", "tokens", "variant", "ms", "p20-p80", "speed-up", "fastest ms", "tokens/s",
         "step MiB", "compile s", "load", "collectives", "collectives left", "overlapped",
     )  # fmt: skip
     lines = header(*head)
@@ -67,6 +67,7 @@ def layers(rows: Sequence[dict[str, Any]]) -> str:
             line(
                 row["ranks"],
                 row["link"],
+                row["layers"],
                 row["phase"],
                 row["batch"] * row["tokens"],
                 row["variant"],

@@ -33,7 +33,7 @@ class SiteSizes:
         flops: FLOPs of its matmuls.
         bytes_sent: bytes that a rank sends in each leg.
         itemsize: bytes of an element of the matmuls' left operand.
-        legs: 2 for an all-reduce (a reduce-scatter and an all-gather), else 1.
+        legs: 2 for an all-reduce (a reduce-scatter and an all-gather), and for rows that are sent and returned; else 1.
         tiles: number of output tiles of 128 x 256 elements, of all matmuls together. If the matmuls run one after
             another: of the matmul with the most tiles.
         gathers: whether the collective is an all-gather.

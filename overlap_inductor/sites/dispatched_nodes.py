@@ -73,6 +73,10 @@ class DispatchedNodes(SiteNodes):
         return [self.dispatch, self.combine]
 
     @property
+    def returns(self) -> bool:
+        return True
+
+    @property
     def matmuls(self) -> list[MatmulNode]:
         return list(self.grouped)
 
@@ -91,8 +95,9 @@ class DispatchedNodes(SiteNodes):
         return tools.shape(self.dispatch.input)[0]
 
     def matmul_sizes(self) -> list[MatmulSizes]:
+        """A rank is expected to receive as many rows as it sends: the number that arrives is known only at run time."""
         return [
-            MatmulSizes([], tools.shape(m.lhs)[0], tools.shape(m.rhs)[-1], tools.shape(m.lhs)[-1], own="MNK")
+            MatmulSizes([], self.tokens, tools.shape(m.rhs)[-1], tools.shape(m.lhs)[-1], own="MNK")
             for m in self.grouped
         ]
 

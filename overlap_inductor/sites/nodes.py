@@ -89,6 +89,11 @@ class SiteNodes(ABC):
         return self.collectives[:1]
 
     @property
+    def returns(self) -> bool:
+        """Whether as many rows as were sent return in a second collective of the site."""
+        return False
+
+    @property
     @abstractmethod
     def matmuls(self) -> list[MatmulNode]:
         """The matmuls that the site computes in pieces."""

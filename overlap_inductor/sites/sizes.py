@@ -98,6 +98,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     handed_out = gathered if site.nodes.hands_out_gathered() else 0.0
     return dataclasses.replace(
         moved,
+        legs=moved.legs + site.nodes.returns,
         flops=flops * scale,
         skipped=skipped * scale,
         bytes_sent=sent * scale,
@@ -108,7 +109,9 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         contracted=sent * scale if moved.exchanges and set(site.nodes.roles) == {"K"} else 0.0,
         memory=sum(s.memory for s in sizes) * scale,
         lookups=sum(s.memory > 0 for s in sizes),
-        weights=sum(_weights(m, scale) for m in site.matmuls if isinstance(m, GroupedNode)),
+        weights=sum(
+            _weights(m, hint(s.m) * scale) for m, s in zip(site.matmuls, sizes) if isinstance(m, GroupedNode)
+        ),
     )
 
 
@@ -120,10 +123,10 @@ def _hidden(queries: int, keys: int) -> float:
     return 1.0 - (below * (below + 1) / 2 + (queries - below) * keys) / (queries * keys)
 
 
-def _weights(matmul: GroupedNode, scale: float) -> float:
-    """Bytes of the weights that a grouped matmul reads. Weights of experts without rows are not read."""
+def _weights(matmul: GroupedNode, rows: float) -> float:
+    """Bytes of the weights that a grouped matmul of ``rows`` rows reads. Weights of experts without rows are not
+    read."""
     experts, *sizes = map(hint, tools.shape(matmul.rhs))
-    rows = hint(tools.shape(matmul.lhs)[0]) * scale
     return float(min(experts, rows) * math.prod(sizes) * tools.dtype(matmul.rhs).itemsize)
 
 

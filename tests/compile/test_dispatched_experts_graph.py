@@ -16,6 +16,7 @@ import torch.distributed._functional_collectives as funcol
 from bench.support.experts import SMALL
 from bench.support.experts import DispatchedExperts
 from overlap_inductor.lowerings.ring import looped_experts_ops as ops
+from overlap_inductor.lowerings.ring import schedule
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites import permutations
 from overlap_inductor.sites.row_program import RowProgram
@@ -79,9 +80,28 @@ def test_both_graphs_are_rewritten_unless_they_are_kept() -> None:
         assert [s.decision.reasons[0].code for s in report.sites] == ["switched_off"]
         assert report.after == report.before
     for report in planned:
-        assert [(s.decision.status, s.decision.reasons[0].code) for s in report.sites] == [("kept", "dynamic_shape")]
+        assert [(s.decision.status, s.decision.reasons[0].code) for s in report.sites] == [("kept", "too_small")]
     if torch.__version__.startswith("2.13"):
         check_golden("\n".join(f"{r.phase}\n{r.after}" for r in first), "dispatched_experts.txt")
+
+
+SLOW = {"link_bytes": 1e5, "matmul_flops": {"2": 1e7}, "memory_bytes": 1e9, "step_seconds": 1e-9}
+"""A machine on which the matmuls and the transfers of these layers take about as long as each other."""
+
+
+def test_auto_expects_as_many_rows_as_the_rank_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of rows that arrive is known only at run time. Without this expectation there is no estimate, and
+    ``auto`` keeps the layer. On GPUs it keeps the layer, because the host needs longer than the GPU."""
+    told = {"schedule": "auto", "machine": json.dumps(SLOW)}
+    for rank in (0, 1):
+        (planned,) = _reports(rank, told)
+        for report in planned:
+            (site,) = report.sites
+            assert site.decision.status == "overlapped" and site.decision.source == "analytic", site.decision
+            assert site.decision.moving.schedule == "ring"
+    monkeypatch.setattr(schedule, "on_gpu", lambda device: True)
+    (planned,) = _reports(0, told)
+    assert [s.decision.reasons[0].code for r in planned for s in r.sites] == ["host_bound"] * 2
 
 
 def _held(report: OverlapReport) -> list[str]:

@@ -39,6 +39,12 @@ from overlap_inductor.transports.registry import names_of
 from overlap_inductor.transports.registry import transport_named
 from overlap_inductor.transports.transport import Exchanges
 
+_PIECES_OF_EXPERTS = (
+    "on GPUs, the host needs several times as long to launch the pieces of an expert layer as the GPU needs for the whole"
+    " layer. Set OVERLAP_INDUCTOR_SCHEDULE=ring to overlap the site nevertheless"
+)
+"""On 4 H200s, a layer of 64 experts took 24 ms as a ring and 2.2 ms as written (bench/results/experts.jsonl)."""
+
 
 class RingSchedule:
     """See ``SiteSchedule``. A ring computes each legal site of its patterns, if the transport can serve the site's
@@ -103,6 +109,8 @@ class RingSchedule:
                 "the sizes are only known when the graph runs, so nothing says how long matmul and transfer take; set"
                 " OVERLAP_INDUCTOR_SCHEDULE=ring to overlap the site",
             )
+        if site.nodes.returns and on_gpu(tools.value(site.collectives[0].input).device):
+            return Reason("host_bound", _PIECES_OF_EXPERTS)
         if isinstance(site.nodes.tokens, int):
             return self.forced(site, config) if _pays(site, config) else None
         # Below the break-even, the looping op runs the plain collective.
