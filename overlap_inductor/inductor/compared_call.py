@@ -92,6 +92,8 @@ class ComparedCall:
         graph has several groups: all groups compare the plan, but a parameter may be the same in only one group."""
         self.apart_from_plan = [(i, name, group) for i, name, group, _ in same if (i, name) not in self.in_plan]
         """``(index, name, group)`` of the other inputs that must be the same on all ranks of the group."""
+        self.lasting = {name for _, name, _, lasting in same if lasting}
+        """Names of parameters and buffers."""
         self.parameters: dict[str, list[int]] = {}
         """Indices of the parameters and buffers among ``apart_from_plan``, by group."""
         for index, name, group, lasting in same:
@@ -198,7 +200,7 @@ class ComparedCall:
         for index, name, group in self.apart_from_plan:
             same.setdefault(group, {})[name] = inputs[index]
         for group, tensors in same.items():
-            if failure := same_inputs.difference(resolve_group(group), tensors):
+            if failure := same_inputs.difference(resolve_group(group), tensors, self.lasting):
                 return failure
         return ""
 

@@ -12,15 +12,15 @@ tokens, they ran 1.06 to 1.12 times as fast as plain. Estimates::
           + ``call_seconds`` for each collective
 
 If Inductor captures the graph as a CUDA graph, the host needs ``graph_seconds`` for a call. If this is longer than the
-GPU's time, no schedule is used, ``small_message`` included. Before each call, the hosts of the ranks wait for each other
+GPU's time, no schedule is used, ``small_message`` included. Before each call, the ranks' hosts wait for each other
 (``runtime.agreement``). This costs time only if the hosts do not run ahead of their GPUs. On 4 H200s, two layers of
 Llama-70B decoded one token 0.73 to 0.85 times as fast with ``small_message`` as without. Eight layers were 1.12 times
-as fast. Without the wait, two layers were 0.89 times as fast, because the hosts also watch each replay.
+as fast. Without the wait, two layers were 0.89 times as fast.
 
 The forward and the backward of a joint graph have estimates of their own. The times are not compared if
 
-- an estimate covers only one collective: schedule ``chunked`` itself compares the GPU's time for the site with the
-  host's time to launch the site (``chunked/cost.py``);
+- an estimate covers only one collective, and the graph is not captured: schedule ``chunked`` itself compares the
+  GPU's time for the site with the host's time to launch the site (``chunked/cost.py``);
 - a size is known only at run time;
 - the FLOPs of an op cannot be counted (``sites/flops.py``).
 """
@@ -96,11 +96,11 @@ def _backward_of_joint(found: SiteFinder) -> Collection[fx.Node]:
 def _limit(part: _Launched, config: OverlapConfig) -> Reason | None:
     """Why hiding the transfers of ``part`` saves no time. ``None`` if it may save time, or if the times are not
     compared."""
-    if len(part.collectives) < 2:
+    captured = captured_by_inductor()
+    if len(part.collectives) < (1 if captured else 2):
         return None
     machines = [sizes.machine_at(c, config) for c in part.collectives]
     launches = len(part.multiplied) + len(part.others)
-    captured = captured_by_inductor()
     launching = launches * machines[0].launch_seconds + sum(m.call_seconds for m in machines)
     host, margin = (machines[0].graph_seconds, 1) if captured else (launching, MARGIN)
     if not host or any(map(_is_dynamic, [*part.multiplied, *(c.input for c in part.collectives)])):

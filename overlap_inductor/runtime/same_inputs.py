@@ -30,6 +30,7 @@ import hashlib
 import itertools
 import json
 import threading
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -61,17 +62,21 @@ _KEYS = Kind("count of compared inputs", _keys)
 _LOCK = threading.Lock()
 
 
-def difference(group: dist.ProcessGroup, inputs: Mapping[str, torch.Tensor]) -> str:
+def difference(group: dist.ProcessGroup, inputs: Mapping[str, torch.Tensor], exact: Collection[str] = ()) -> str:
     """A text that says which of ``inputs`` differ between the ranks of ``group``, or why a rank could not compare them.
-    ``""`` if all inputs are equal up to rounding. The text is equal on all ranks that get the verdict
-    (``all_or_none``). All ranks of the group call this together, with inputs of the same names."""
+    ``""`` if all inputs are equal. The text is equal on all ranks that get the verdict (``all_or_none``). All ranks of
+    the group call this together, with inputs of the same names.
+
+    Args:
+        exact: names of the inputs that must be equal bit for bit. The others may differ by rounding.
+    """
     if dist.get_backend(group) == "fake":
         return ""
     keys = _KEYS.of(group)
     with _LOCK:
         key = next(keys)
     store = group_store(group)
-    mine = {name: (digest(tensor), sketches.sketch(tensor)) for name, tensor in inputs.items()}
+    mine = {name: (digest(t), None if name in exact else sketches.sketch(t)) for name, t in inputs.items()}
     if group.rank() == 0:
         store.set(key, json.dumps(mine))
 

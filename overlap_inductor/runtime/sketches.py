@@ -4,46 +4,51 @@
 Ranks may add the same terms in another order. Their copies of a gradient then differ in the last bits. Such copies are
 equal for every use of the model, but their digests differ.
 
-The rows of a tensor are cut into at most ``BLOCKS`` blocks of consecutive rows. The sketch of a block has ``SIGNS``
-sums of the block's elements, each with other random signs. All ranks draw the same signs. The difference of two
-sketches is the sketch of the difference. The mean of its squares estimates the squared L2 norm of the difference (Alon,
-Matias, Szegedy, "The space complexity of approximating the frequency moments", STOC 1996, section 2.2)::
+The elements of a tensor are cut into at most ``BLOCKS`` blocks. The sketch of a block has ``SIGNS`` sums of the block's
+elements, each with other random signs. All ranks draw the same signs. The difference of two sketches is the sketch of
+the difference. The mean of its squares estimates the squared L2 norm of the difference (Alon, Matias, Szegedy, "The
+space complexity of approximating the frequency moments", STOC 1996, section 2.2). The signs of a block's matrix are the
+products of row signs and column signs, so few signs are drawn::
 
-    block [rows, width]  ->  row_signs^T [SIGNS, rows] * (block @ column_signs [width, SIGNS])  ->  SIGNS sums
+    block [rows, WIDTH]  ->  sum over rows of row_signs [rows, SIGNS] * (block @ column_signs [WIDTH, SIGNS])
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 import torch
 
-BLOCKS = 256
-SIGNS = 16
+BLOCKS = 1024
+SIGNS = 8
+WIDTH = 64
+"""Columns of a block, and the fewest elements of a block."""
 _SEED = 20240229
 
 
 def sketch(tensor: torch.Tensor) -> dict[str, Any] | None:
-    """The sketch of a floating-point tensor of 2, 4 or 8 bytes an element, ready for JSON. ``None`` for other tensors.
+    """The sketch of a floating-point tensor of 2, 4 or 8 bytes an element, ready for JSON. ``None`` for other tensors,
+    and for a tensor that holds a NaN, an infinity, or numbers whose squares are infinite in fp64.
 
     Returns:
         ``sums``: ``SIGNS`` numbers for each block; ``norms``: the L2 norm of each block.
     """
     if not tensor.is_floating_point() or tensor.element_size() < 2 or not tensor.numel():
         return None
-    tensor = tensor.detach()
-    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
-    size = math.ceil(rows.shape[0] / BLOCKS)
+    elements = tensor.detach().reshape(-1)
+    rows = math.ceil(elements.numel() / (BLOCKS * WIDTH))
     generator = torch.Generator().manual_seed(_SEED)
-    column_signs = _signs(rows.shape[1], generator).to(rows.device)
-    row_signs = _signs(size, generator).to(rows.device)
+    column_signs, row_signs = (_signs(count, generator).to(elements.device) for count in (WIDTH, rows))
     sums, norms = [], []
-    for block in rows.split(size):
-        exact = block.double()
-        sums.append((row_signs[: len(block)] * (exact @ column_signs)).sum(0))
-        norms.append(exact.norm())
-    return {"sums": torch.stack(sums).tolist(), "norms": torch.stack(norms).tolist()}
+    for part in elements.split(rows * WIDTH):
+        block = torch.zeros(rows, WIDTH, dtype=torch.float64, device=elements.device)
+        block.view(-1)[: part.numel()] = part
+        sums.append((row_signs * (block @ column_signs)).sum(0))
+        norms.append(block.norm())
+    found = {"sums": torch.stack(sums).tolist(), "norms": torch.stack(norms).tolist()}
+    return found if all(map(math.isfinite, found["norms"])) else None
 
 
 def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
@@ -51,21 +56,21 @@ def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """The difference of a block, relative to its norm, that counts as rounding. Sums of 16-bit values are added
-    in 32 bits and rounded once, so copies differ by at most some last bits. Sums of wider values are rounded at each
-    term."""
+    """The L2 norm of a block's difference, relative to that of the block, up to which the difference counts as
+    rounding. Sums of 16-bit values are added in 32 bits and rounded once, which changes each element by at most half of
+    this. Sums of wider values are rounded at each term."""
     return torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 64)
 
 
 def differ_by_rounding(a: dict[str, Any] | None, b: dict[str, Any] | None, dtype: torch.dtype) -> bool:
     """Whether two tensors of one shape and ``dtype`` differ by no more than rounding, by their sketches. False if one
-    has no sketch, or holds a NaN or an infinity."""
+    of them has no sketch."""
     if a is None or b is None or len(a["norms"]) != len(b["norms"]):
         return False
-    # Large terms may cancel in a small block, so no block counts as smaller than the mean block.
-    mean = math.sqrt(sum(norm**2 for norm in a["norms"]) / len(a["norms"]))
-    for sums, others, norm in zip(a["sums"], b["sums"], a["norms"], strict=True):
-        squared = sum((x - y) ** 2 for x, y in zip(sums, others, strict=True)) / SIGNS
-        if not squared <= (rounding_of(dtype) * max(norm, mean)) ** 2:
-            return False
-    return True
+    # Large terms may cancel in a block, so no block counts as smaller than the median block.
+    median = statistics.median(a["norms"])
+    return all(
+        math.hypot(*(x - y for x, y in zip(sums, others, strict=True))) / math.sqrt(SIGNS)
+        <= rounding_of(dtype) * max(norm, median)
+        for sums, others, norm in zip(a["sums"], b["sums"], a["norms"], strict=True)
+    )

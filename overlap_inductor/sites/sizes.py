@@ -110,7 +110,9 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         memory=sum(s.memory for s in sizes) * scale,
         lookups=sum(s.memory > 0 for s in sizes),
         weights=sum(
-            _weights(m, hint(s.m) * scale) for m, s in zip(site.matmuls, sizes) if isinstance(m, GroupedNode)
+            _weights(m, hint(s.m) * scale)
+            for m, s in zip(site.matmuls, sizes, strict=True)
+            if isinstance(m, GroupedNode)
         ),
     )
 

@@ -35,15 +35,10 @@ def nested_region(graph: fx.Graph) -> str | None:
     return None
 
 
-def beside_subclasses(node: fx.Node) -> bool:
-    """Whether the input ``node`` is a plain tensor, and another input of the graph is an inner tensor of a subclass
-    such as ``DTensor``. AOTAutograd's descriptions of the inputs say which inputs are inner tensors."""
-    inner = [_is_inner(n) for n in node.graph.find_nodes(op="placeholder")]
-    return not _is_inner(node) and any(inner)
-
-
-def _is_inner(node: fx.Node) -> bool:
-    return "desc" in node.meta and type(node.meta["desc"]).__name__.startswith("SubclassGetAttr")
+def is_part_of_dtensor(node: fx.Node) -> bool:
+    """Whether the input ``node`` is the local tensor of a ``DTensor``. AOTAutograd's description of an input says so,
+    by the name of the attribute that holds the tensor."""
+    return getattr(node.meta.get("desc"), "attr", None) == "_local_tensor"
 
 
 def is_parameter(node: fx.Node) -> bool | None:

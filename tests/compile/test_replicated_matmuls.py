@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -65,9 +66,56 @@ def test_plain_weights_beside_no_shards_may_be_shards() -> None:
         assert gathered(Local(LatentProjections()), torch.randn(X)) == [HIDDEN]
 
 
-def test_training_gathers_the_input() -> None:
-    """The gradient of the whole weight sums over all tokens of the input."""
+class _Beside(torch.nn.Module):
+    """``change`` adds to the sum of ``sharded()`` something that reads its input and plain parameters."""
+
+    def __init__(self, change: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor], *shape: int) -> None:
+        super().__init__()
+        self.model, self.change = sharded(), change
+        self.plain = torch.nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x) + self.change(x, self.plain)[..., :1]
+
+
+def test_plain_shards_beside_dtensors() -> None:
+    """A plain parameter is read by a matmul whose result is all-reduced, so plain parameters are shards here."""
+
+    def change(x: torch.Tensor, plain: torch.nn.Parameter) -> torch.Tensor:
+        return all_reduce(x @ plain, "sum", torch.distributed.group.WORLD)
+
+    with fake_group(2), torch.no_grad():
+        report = report_of(_Beside(change, HIDDEN, 4), torch.randn(X), sequence_parallel="on")
+        widths = {int(width) for _, width in GATHER.findall(report.before)}
+        assert any(s.status == "rewritten" for s in report.stretches)
+        assert HIDDEN in widths and not widths & set(LATENT)
+
+
+def test_a_bias_with_a_row_for_each_token() -> None:
+    """Its rows would have to be cut. The input is gathered, and the rewrite does not fail."""
+
+    class Biased(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.norm = sharded(), torch.nn.RMSNorm(HIDDEN, eps=1e-6)
+            self.bias = torch.nn.Parameter(torch.randn(X[0], 4))
+            self.narrow = torch.nn.Parameter(torch.randn(HIDDEN, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x + self.model.first(x))
+            return torch.addmm(self.bias, y, self.narrow)
+
+    with fake_group(2), torch.no_grad():
+        assert gathered(Biased(), torch.randn(X)) == [HIDDEN]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_training_gathers_the_input(frozen: bool) -> None:
+    """The gradient of the whole weight sums over all tokens of the input. A frozen weight has no gradient, but a
+    graph with a backward has no plain program, so no weight is taken for whole."""
     with fake_group(2):
-        reports = reports_of(sharded(), torch.randn(X, requires_grad=True), sequence_parallel="on")
+        model = sharded()
+        model.down.requires_grad_(not frozen)
+        reports = reports_of(model, torch.randn(X, requires_grad=True), sequence_parallel="on")
     widths = [int(width) for r in reports if r.phase == "forward" for _, width in GATHER.findall(r.before)]
     assert HIDDEN in widths and not set(LATENT) & set(widths)

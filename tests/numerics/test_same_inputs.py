@@ -289,3 +289,13 @@ def test_all_ranks_get_one_text() -> None:
     assert HERE in one and "rank 2" in one and "its values of primals_2 are not those of the first rank" in one
     assert "rank 1" in many and "primals_0, primals_1, primals_2 and 2 more" in many
     assert second[4] == third[4] and "rank 2" in second[4]
+
+
+def _rounded(rank: int, world_size: int) -> tuple[str, str]:
+    mine = {"primals_1": torch.arange(1.0, 7.0) * (1 + rank * torch.finfo(torch.float32).eps)}
+    return difference(dist.group.WORLD, mine), difference(dist.group.WORLD, mine, exact=["primals_1"])
+
+
+def test_parameters_must_be_equal_bit_for_bit() -> None:
+    for argument, parameter in run_ranks(2, _rounded):
+        assert argument == "" and "its values of primals_1 are not those of the first rank" in parameter

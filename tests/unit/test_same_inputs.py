@@ -61,8 +61,28 @@ def test_what_has_no_sketch_differs() -> None:
     whole, narrow = torch.arange(4), torch.ones(4).to(torch.float8_e4m3fn)
     for tensor in (whole, narrow, torch.empty(0, 3), torch.ones(3, dtype=torch.bool)):
         assert sketch(tensor) is None and not differ_by_rounding(None, None, tensor.dtype)
-    for value in (float("nan"), float("inf")):
-        x = torch.ones(3, 4)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        finite, x = torch.ones(3, 4), torch.ones(3, 4)
         x[1, 2] = value
-        assert not differ_by_rounding(sketch(x), sketch(x), x.dtype)
+        assert sketch(x) is None
+        assert not any(differ_by_rounding(sketch(a), sketch(b), x.dtype) for a, b in ((x, finite), (finite, x), (x, x)))
     assert not differ_by_rounding(sketch(torch.ones(3, 4)), sketch(torch.ones(2, 4)), torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(1, 4096), (4096,), (64, 4096), (3, 1000, 7)])
+def test_large_elements_hide_no_other_difference(shape: tuple[int, ...]) -> None:
+    """One row, or the first element, is much larger than all others (an attention sink, for example)."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x.view(-1)[: shape[-1] if len(shape) > 1 and shape[0] > 1 else 1] *= 1e6
+    other = x.clone()
+    other.view(-1)[-64:] = torch.randn(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert differ_by_rounding(sketch(x.to(dtype)), sketch((x * (1 + 1e-9)).to(dtype)), dtype)
+        assert not differ_by_rounding(sketch(x.to(dtype)), sketch(other.to(dtype)), dtype)
+
+
+def test_values_whose_squares_are_infinite_have_no_sketch() -> None:
+    assert sketch(torch.full((4, 64), 1e200, dtype=torch.float64)) is None
+    largest = torch.full((4, 64), torch.finfo(torch.float32).max)
+    assert differ_by_rounding(sketch(largest), sketch(largest * (1 - 1e-7)), torch.float32)
+    assert not differ_by_rounding(sketch(largest), sketch(-largest), torch.float32)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from overlap_inductor.passes.sequence import replicated
 from overlap_inductor.passes.sequence.replicated import ReplicatedMatmul
+from overlap_inductor.passes.sequence.replicated import WholeWeights
 from overlap_inductor.passes.sequence.rows import NotRowWise
 from overlap_inductor.passes.sequence.rows import Rows
 from overlap_inductor.passes.sequence.rows import Tokens
@@ -94,6 +94,7 @@ class RowFinder:
         self._reads: dict[fx.Node, dict[fx.Node, frozenset[fx.Node]]] = {}
         self._whole: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
         self._same: dict[Any, SameValues] = {}
+        self._whole_weights = WholeWeights(graph)
 
     def run(self) -> RowFinder:
         self._sources = find_sources(self.graph)
@@ -116,7 +117,7 @@ class RowFinder:
             if reduces_tokens(node, self.held):
                 self._sums.append(node)
                 return
-            rule = ReplicatedMatmul() if replicated.may_be(node) else rule_of(node)
+            rule = ReplicatedMatmul(self._whole_weights) if self._whole_weights.of(node) else rule_of(node)
             if rule is None:
                 raise NotRowWise(f"{node.target} is not computed row by row")
             rows = rule.held(node, self.held)

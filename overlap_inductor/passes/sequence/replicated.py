@@ -8,9 +8,11 @@ result is gathered in place of its wide input::
 The latent attention of DeepSeek has such matmuls (arXiv:2405.04434, section 2.1). Each rank then also computes only
 1 / W of their rows.
 
-A graph does not show whether a weight is whole. Frameworks that pass shards as ``DTensor`` pass whole weights as plain
-tensors. So a plain parameter counts as whole if other inputs of the graph are parts of tensor subclasses. The ranks
-then compare the weight, as they compare every tensor that rows read (``same_values``).
+A graph does not show whether a weight is whole. Frameworks that pass shards as ``DTensor`` pass whole weights as
+plain tensors. So a plain parameter counts as whole if other inputs are parts of a ``DTensor``, and if no partial sum
+that the group reduces is computed from a plain parameter. The ranks then compare the weight, as they compare every
+tensor that rows read (``same_values``). In a graph with a backward part no weight counts as whole: its gradient sums
+over all tokens of the input, so the input is gathered anyway.
 """
 
 from __future__ import annotations
@@ -21,37 +23,76 @@ from torch import fx
 
 from overlap_inductor.passes.sequence.rows import NotRowWise
 from overlap_inductor.passes.sequence.rows import Rows
+from overlap_inductor.passes.sequence.rows import is_one
 from overlap_inductor.passes.sequence.rules import Held
 from overlap_inductor.passes.sequence.rules import Writer
 from overlap_inductor.passes.sequence.rules import rule_of
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import matmuls
-from overlap_inductor.torch_compat.graph_inputs import beside_subclasses
+from overlap_inductor.sites.collectives import find_collectives
+from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.torch_compat.graph_inputs import is_parameter
+from overlap_inductor.torch_compat.graph_inputs import is_part_of_dtensor
+
+aten = tools.aten
 
 _KINDS = ("mm", "addmm")
 
 
-def may_be(node: fx.Node) -> bool:
-    """Whether ``node`` is a matmul of a kind that this rule computes, with a whole weight on its right."""
-    found = matmuls.parse(node)
-    if found is None or found.kind not in _KINDS or node.kwargs:
+class WholeWeights:
+    """Finds the matmuls of ``graph`` whose weights count as whole."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        inputs = graph.find_nodes(op="placeholder")
+        trains = any(n.name.startswith("tangents") for n in inputs)
+        beside = any(map(is_part_of_dtensor, inputs))
+        self._candidates = set[fx.Node]()
+        if beside and not trains:
+            self._candidates = {n for n in inputs if not is_part_of_dtensor(n) and is_parameter(n) is True}
+        if any(self._reduces_shards(collective) for _, _, collective in find_collectives(graph)):
+            self._candidates.clear()
+
+    def of(self, node: fx.Node) -> bool:
+        """Whether ``node`` is a matmul of a kind that ``ReplicatedMatmul`` computes, with a whole weight on its
+        right."""
+        found = matmuls.parse(node)
+        if found is None or found.kind not in _KINDS or node.kwargs or not self._is_whole(found.rhs):
+            return False
+        return found.bias is None or (self._is_whole(found.bias) and all(map(is_one, tools.shape(found.bias)[:-1])))
+
+    def _is_whole(self, node: Any) -> bool:
+        """Whether ``node`` is a whole parameter, possibly cast, viewed or transposed."""
+        while node.op == "call_function" and (
+            tools.is_cast(node) or tools.is_reshape(node) or tools.permutation(node) is not None
+        ):
+            node = node.args[0]
+        return node in self._candidates
+
+    def _reduces_shards(self, collective: Any) -> bool:
+        """Whether ``collective`` reduces the result of a matmul or of an embedding that reads a plain parameter, or a
+        sum of such results. Each rank then has its own shard of this parameter."""
+        if not isinstance(collective, CollectiveNode) or collective.reduce_op is None:
+            return False
+        pending, seen = [collective.input], {collective.input}
+        while pending:
+            node = pending.pop()
+            matmul = matmuls.parse(node)
+            if matmul is not None or node.target is aten.embedding.default:
+                read = matmul.factors if matmul is not None else node.args[:1]
+                if any(self._is_whole(n) for n in read):
+                    return True
+            elif node.op == "call_function" and (tools.is_reshape(node) or tools.is_pointwise(node)):
+                inputs = [n for n in tools.tensor_inputs(node) if n not in seen]
+                seen.update(inputs)
+                pending += inputs
         return False
-    return is_whole(found.rhs) and (found.bias is None or is_whole(found.bias))
-
-
-def is_whole(node: Any) -> bool:
-    """Whether ``node`` is a plain parameter of a graph that has subclass parameters, possibly cast, viewed or
-    transposed."""
-    while node.op == "call_function" and (
-        tools.is_cast(node) or tools.is_reshape(node) or tools.permutation(node) is not None
-    ):
-        node = node.args[0]
-    return node.op == "placeholder" and is_parameter(node) is True and beside_subclasses(node)
 
 
 class ReplicatedMatmul:
     """``mm`` and ``addmm`` with a whole weight (``rules.Rule``). The rows are the dim M of the left operand."""
+
+    def __init__(self, whole: WholeWeights) -> None:
+        self._whole = whole
 
     def held(self, node: fx.Node, held: Held) -> Rows:
         found = matmuls.parse(node)
@@ -59,8 +100,8 @@ class ReplicatedMatmul:
         if found.lhs not in held or held[found.lhs].lead != 1:
             raise NotRowWise(f"{node.target} contracts tokens, or reads them as another operand than the left one")
         base = _behind_views(found.lhs)
-        readers = list(_readers(base))
-        narrow = [n for n in readers if may_be(n)]
+        readers = _readers(base)
+        narrow = [n for n in readers if self._whole.of(n)]
         others = [n for n in readers if n not in narrow and (rule_of(n) is None or tools.permutation(n) is not None)]
         if others:
             raise NotRowWise(f"{others[0].name} needs all rows of {base.name}, too")
@@ -72,10 +113,14 @@ class ReplicatedMatmul:
         return held[found.lhs]
 
     def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-        found = matmuls.parse(node)
-        assert found is not None
-        args = tuple(writer.rows(a) if a is found.lhs else a for a in node.args)
-        return writer.call(node.target, *args)
+        return write_rows(node, writer)
+
+
+def write_rows(node: fx.Node, writer: Writer) -> fx.Node:
+    """Write a matmul that ``ReplicatedMatmul`` holds as rows, for a rank's rows."""
+    found = matmuls.parse(node)
+    assert found is not None
+    return writer.call(node.target, *(writer.rows(a) if a is found.lhs else a for a in node.args))
 
 
 def _behind_views(node: fx.Node) -> fx.Node:

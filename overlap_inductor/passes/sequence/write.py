@@ -29,7 +29,6 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.registry import define_ops
 from overlap_inductor.passes.find_reduce import is_matmul_result
 from overlap_inductor.passes.find_region import sums_experts
-from overlap_inductor.passes.sequence import replicated
 from overlap_inductor.passes.sequence.find import Source
 from overlap_inductor.passes.sequence.find import Stretch
 from overlap_inductor.passes.sequence.gather_again import save_rows
@@ -38,7 +37,7 @@ from overlap_inductor.passes.sequence.late_sums import combine
 from overlap_inductor.passes.sequence.late_sums import is_late
 from overlap_inductor.passes.sequence.late_sums import of_the_backward
 from overlap_inductor.passes.sequence.padded_matmuls import compute_padded
-from overlap_inductor.passes.sequence.replicated import ReplicatedMatmul
+from overlap_inductor.passes.sequence.replicated import write_rows
 from overlap_inductor.passes.sequence.rows import Rows
 from overlap_inductor.passes.sequence.rows import Tokens
 from overlap_inductor.passes.sequence.rules import rule_of
@@ -178,8 +177,9 @@ class RowWriter:
         )
 
     def _row_node(self, node: fx.Node) -> fx.Node:
-        rule = ReplicatedMatmul() if replicated.may_be(node) else rule_of(node)
-        assert rule is not None
+        rule = rule_of(node)
+        if rule is None:
+            return write_rows(node, self)
         return rule.write(node, self.held[node], self.held, self)
 
     def _scatter(self, source: Source) -> fx.Node:
