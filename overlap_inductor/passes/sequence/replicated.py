@@ -9,10 +9,10 @@ The latent attention of DeepSeek has such matmuls (arXiv:2405.04434, section 2.1
 1 / W of their rows.
 
 A graph does not show whether a weight is whole. Frameworks that pass shards as ``DTensor`` pass whole weights as
-plain tensors. So a plain parameter counts as whole if other inputs are parts of a ``DTensor``, and if no partial sum
-that the group reduces is computed from a plain parameter. The ranks then compare the weight, as they compare every
-tensor that rows read (``same_values``). In a graph with a backward part no weight counts as whole: its gradient sums
-over all tokens of the input, so the input is gathered anyway.
+plain tensors. So a plain parameter counts as whole under two conditions. Other inputs are parts of a ``DTensor``, and
+no partial sum that the group reduces is computed from a plain parameter. The ranks then compare the weight, as they
+compare every tensor that rows read (``same_values``). In a graph with a backward part no weight counts as whole: its
+gradient sums over all tokens of the input, so the input is gathered anyway.
 """
 
 from __future__ import annotations
