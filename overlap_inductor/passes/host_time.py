@@ -19,7 +19,7 @@ as fast. Without the wait, two layers were 0.89 times as fast.
 
 The forward and the backward of a joint graph have estimates of their own. The times are not compared if
 
-- an estimate covers only one collective, and the graph is not captured: schedule ``chunked`` itself compares the
+- an estimate covers only one collective, and the graph is not captured. Schedule ``chunked`` itself compares the
   GPU's time for the site with the host's time to launch the site (``chunked/cost.py``);
 - a size is known only at run time;
 - the FLOPs of an op cannot be counted (``sites/flops.py``).
