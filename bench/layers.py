@@ -49,7 +49,7 @@ ROOT = rows.RESULTS.parent.parent
 # On a machine with two cores, with the default --megabits, the forward's matmuls take about as long as its transfers.
 CPU = Sizes(layers=2, hidden=1024, ffn=2816, heads=16, kv_heads=16, vocabulary=1024, prompt=128)
 CUDA = Sizes(layers=4, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=32000)
-CPU_CASES = [("forward", 1, 1024), ("training", 1, 1024)]
+CPU_CASES = [(phase, 1, 1024) for phase in ("forward", "training", "blocks_forward", "blocks_training")]
 CUDA_CASES = [
     *(("forward", 1, tokens) for tokens in (1024, 4096, 8192, 16384)),
     *(("decode", batch, 1) for batch in (1, 16)),
@@ -69,7 +69,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--megabits", type=int, nargs="+", default=[500, 750], help="link rate for each entry of --ranks"
     )
     parser.add_argument(
-        "--phases", nargs="+", choices=list(PHASES), help="default: forward and training on a CPU, all phases on GPUs"
+        "--phases", nargs="+", choices=list(PHASES), help="default: all phases, on a CPU without decode"
     )
     parser.add_argument("--tokens", type=int, nargs="+", help="token counts of the phases other than decode")
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of sequences of a decode step")

@@ -78,7 +78,7 @@ def layers(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    programs = groups(rows, "ranks", "link", "phase", "tokens")
+    programs = groups(rows, "ranks", "link", "layers", "phase", "tokens")
     names = [n for n in dict.fromkeys(row["variant"] for row in rows) if n not in (PLAIN, LOCAL)]
     drawn, axis = pyplot.subplots(figsize=(max(6.0, 2.6 * len(programs)), 4))
     width = 0.8 / max(len(names), 1)
@@ -95,7 +95,7 @@ def layers(rows: list[dict[str, Any]], path: Path) -> None:
         if LOCAL in of:
             axis.plot([place], [of[LOCAL]["speedup"]], "_", color="black", markersize=60, markeredgewidth=2)
     axis.axhline(1.0, color="grey", linewidth=0.8, zorder=0)
-    axis.set_xticks(range(len(programs)), [f"{phase}, {ranks} ranks\n{link}" for ranks, link, phase, _ in programs])
+    axis.set_xticks(range(len(programs)), [f"{phase}\n{ranks} ranks\n{link}" for ranks, link, _, phase, _ in programs])
     axis.set_ylabel("speed-up over torch.compile")
     handles: list[Any] = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{index}") for index in range(len(names))]
     labels = list(names)
