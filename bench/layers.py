@@ -69,7 +69,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--megabits", type=int, nargs="+", default=[500, 750], help="link rate for each entry of --ranks"
     )
     parser.add_argument(
-        "--phases", nargs="+", choices=list(PHASES), help="default: all phases, on a CPU without decode"
+        "--phases", nargs="+", choices=list(PHASES), help="default: all phases; on a CPU, all but decode"
     )
     parser.add_argument("--tokens", type=int, nargs="+", help="token counts of the phases other than decode")
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of sequences of a decode step")

@@ -95,7 +95,7 @@ def layers(rows: list[dict[str, Any]], path: Path) -> None:
         if LOCAL in of:
             axis.plot([place], [of[LOCAL]["speedup"]], "_", color="black", markersize=60, markeredgewidth=2)
     axis.axhline(1.0, color="grey", linewidth=0.8, zorder=0)
-    axis.set_xticks(range(len(programs)), [f"{phase}\n{ranks} ranks\n{link}" for ranks, link, _, phase, _ in programs])
+    axis.set_xticks(range(len(programs)), [f"{p}\n{r} ranks, {n} layers\n{link}" for r, link, n, p, _ in programs])
     axis.set_ylabel("speed-up over torch.compile")
     handles: list[Any] = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{index}") for index in range(len(names))]
     labels = list(names)

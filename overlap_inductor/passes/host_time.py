@@ -11,11 +11,11 @@ tokens, they ran 1.06 to 1.12 times as fast as plain. Estimates::
     host  ``launch_seconds`` for each of these ops, and for each site of grouped matmuls or of lookups
           + ``call_seconds`` for each collective
 
-If Inductor captures the graph as a CUDA graph, the host needs ``graph_seconds`` for a call. If this is longer than the
-GPU's time, no schedule is used, ``small_message`` included. Before each call, the ranks' hosts wait for each other
-(``runtime.agreement``). This costs time only if the hosts do not run ahead of their GPUs. On 4 H200s, two layers of
-Llama-70B decoded one token 0.73 to 0.85 times as fast with ``small_message`` as without. Eight layers were 1.12 times
-as fast. Without the wait, two layers were 0.89 times as fast.
+If Inductor captures the graph as a CUDA graph, the host needs ``graph_seconds`` for a call. If this is longer than
+the GPU's time, ``auto`` uses no schedule, not even ``small_message``. Before each call, the ranks' hosts wait for
+each other (``runtime.agreement``). This costs time only if the hosts do not run ahead of their GPUs. On 4 H200s, two
+layers of Llama-70B decoded one token 0.73 to 0.85 times as fast with ``small_message`` as without. Eight layers were
+1.12 times as fast. Without the wait, two layers were 0.89 times as fast.
 
 The forward and the backward of a joint graph have estimates of their own. The times are not compared if
 
@@ -47,10 +47,10 @@ from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
 
 MARGIN = 2.2
-"""Sites are overlapped only if the GPU is estimated to need at least this many times the estimated host time. The
-slowest host sets the time of each call. Two layers of Llama-70B, rewritten for sequence parallelism, had 2048 tokens on
-4 H200s. The GPU's estimate was 2.1 times the host's. Hosts needed 2.0 to 2.6 times their estimate. The layers ran 0.89
-to 0.99 times as fast as plain ones."""
+"""Unless a CUDA graph is captured, sites are overlapped only if the GPU is estimated to need at least this many times
+the estimated host time. The slowest host sets the time of each call. Two layers of Llama-70B, rewritten for sequence
+parallelism, had 2048 tokens on 4 H200s. The GPU's estimate was 2.1 times the host's. Hosts needed 2.0 to 2.6 times
+their estimate. The layers ran 0.89 to 0.99 times as fast as plain ones."""
 
 
 @dataclass

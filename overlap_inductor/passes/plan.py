@@ -56,7 +56,7 @@ def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = N
         found = schedule.where_it_pays(site, config)
         if isinstance(found, Reason):
             reasons.append(found)
-        elif found is not None and host_bound is not None and any(map(_waits_for_hosts, found)):
+        elif found is not None and host_bound is not None and any(map(_loses_if_host_bound, found)):
             reasons = [host_bound]
         elif found is not None:
             plans[schedule.name] = found
@@ -75,9 +75,10 @@ def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = N
     return Decision("overlapped", "analytic", _with(estimate, first))
 
 
-def _waits_for_hosts(piece: PlanPiece) -> bool:
-    """Whether ``piece`` may be slower than the graph as written if the host limits the graph. In a CUDA graph, each
-    schedule may be: the hosts wait for each other before a replay. Otherwise, ``small_message`` saves launches."""
+def _loses_if_host_bound(piece: PlanPiece) -> bool:
+    """Whether ``piece`` may be slower than the graph as written if the host limits the graph. Outside of CUDA
+    graphs, only pieces that overlap may be slower, because ``small_message`` saves launches. In a CUDA graph,
+    every schedule may be slower, because the hosts wait for each other before a replay."""
     return piece.schedule != "keep" and (piece.overlaps or captured_by_inductor())
 
 

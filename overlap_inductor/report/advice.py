@@ -17,7 +17,7 @@ ADVICE = {
     "group_not_resolved": "Create the process group in this process before the model is compiled.",
     "grouped_matmul": "Between two all-to-alls, compute each row by itself and return it to the rank that sent it.",
     "hoist": "Move the op that the reason names before the collective, if the model allows it.",
-    "host_bound": "Use more tokens in a call. If it is no CUDA graph yet, try torch.compile(mode='reduce-overhead').",
+    "host_bound": "Use more tokens in a call. Without CUDA graphs, try torch.compile(mode='reduce-overhead').",
     "layout": "Gather or scatter along one whole dim. Do not reshape across this dim between collective and matmul.",
     "matmul_form": "Write the product as a matmul of matrices, for example with torch.nn.functional.linear. Pass"
     " a causal mask as attn_mask.",

@@ -17,7 +17,7 @@ parameter may rightly differ between the ranks of one of the groups.
 An example of ``difference`` on three ranks. The verdict is the text that ``difference`` returns on all three::
 
     rank 0                    rank 1                          rank 2
-    writes digests            reads them; all equal its own   reads them; "primals_7" differs from its own
+    writes digests, sketches  reads them; all equal its own   reads them; "primals_7" differs from its own
     verdict: "rank 2 cannot ..."   -> all ranks run the plain program
 
 Reading the inputs waits for the device. Later calls with the same parameters hash nothing.
@@ -63,9 +63,9 @@ _LOCK = threading.Lock()
 
 
 def difference(group: dist.ProcessGroup, inputs: Mapping[str, torch.Tensor], exact: Collection[str] = ()) -> str:
-    """A text that says which of ``inputs`` differ between the ranks of ``group``, or why a rank could not compare them.
-    ``""`` if all inputs are equal. The text is equal on all ranks that get the verdict (``all_or_none``). All ranks of
-    the group call this together, with inputs of the same names.
+    """A text that says which of ``inputs`` differ between the ranks of ``group``, or why a rank could not compare
+    them. ``""`` if all inputs are equal, apart from rounding. The text is equal on all ranks that get the
+    verdict (``all_or_none``). All ranks of the group call this together, with inputs of the same names.
 
     Args:
         exact: names of the inputs that must be equal bit for bit. The others may differ by rounding.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sketches of tensors: few numbers from which two ranks can tell whether their copies differ by more than rounding.
 
-Ranks may add the same terms in another order. Their copies of a gradient then differ in the last bits. Such copies are
-equal for every use of the model, but their digests differ.
+Ranks may add the same terms in another order. Their copies of a gradient then differ in the last bits, and so their
+digests differ.
 
-The elements of a tensor are cut into at most ``BLOCKS`` blocks. The sketch of a block has ``SIGNS`` sums of the block's
-elements, each with other random signs. All ranks draw the same signs. The difference of two sketches is the sketch of
-the difference. The mean of its squares estimates the squared L2 norm of the difference (Alon, Matias, Szegedy, "The
-space complexity of approximating the frequency moments", STOC 1996, section 2.2). The signs of a block's matrix are the
-products of row signs and column signs, so few signs are drawn::
+The elements of a tensor are cut into at most ``BLOCKS`` blocks. The sketch of a block has ``SIGNS`` sums of the
+block's elements, each with other random signs. All ranks draw the same signs. The difference of two sketches is the
+sketch of the difference. The mean of its squares estimates the squared L2 norm of the difference (Alon, Matias,
+Szegedy, "The space complexity of approximating the frequency moments", STOC 1996, section 2.2). Each block is a
+matrix. The sign of an element is the product of a sign of its row and a sign of its column, so few signs are drawn::
 
     block [rows, WIDTH]  ->  sum over rows of row_signs [rows, SIGNS] * (block @ column_signs [WIDTH, SIGNS])
 """
@@ -24,13 +24,14 @@ import torch
 BLOCKS = 1024
 SIGNS = 8
 WIDTH = 64
-"""Columns of a block, and the fewest elements of a block."""
+"""Columns of a block. A block that is not full is filled with zeros."""
 _SEED = 20240229
 
 
 def sketch(tensor: torch.Tensor) -> dict[str, Any] | None:
-    """The sketch of a floating-point tensor of 2, 4 or 8 bytes an element, ready for JSON. ``None`` for other tensors,
-    and for a tensor that holds a NaN, an infinity, or numbers whose squares are infinite in fp64.
+    """The sketch of a floating-point tensor of 2, 4 or 8 bytes an element, ready for JSON. ``None`` for other and
+    for empty tensors, and for a tensor that holds a NaN, an infinity, or numbers whose squares are infinite in
+    fp64.
 
     Returns:
         ``sums``: ``SIGNS`` numbers for each block; ``norms``: the L2 norm of each block.
@@ -56,9 +57,9 @@ def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """The L2 norm of a block's difference, relative to that of the block, up to which the difference counts as
-    rounding. Sums of 16-bit values are added in 32 bits and rounded once, which changes each element by at most half of
-    this. Sums of wider values are rounded at each term."""
+    """The largest ratio of the norm of a block's difference to the norm of the block that counts as rounding. Sums
+    of 16-bit values are added in 32 bits and rounded once, which changes each element by at most half of this.
+    Sums of wider values are rounded at each term."""
     return torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 64)
 
 
@@ -67,7 +68,8 @@ def differ_by_rounding(a: dict[str, Any] | None, b: dict[str, Any] | None, dtype
     of them has no sketch."""
     if a is None or b is None or len(a["norms"]) != len(b["norms"]):
         return False
-    # Large terms may cancel in a block, so no block counts as smaller than the median block.
+    # If large terms of a gradient cancel in a block, their rounding is large relative to the block's own norm. So a
+    # small block may differ by the rounding of the median block.
     median = statistics.median(a["norms"])
     return all(
         math.hypot(*(x - y for x, y in zip(sums, others, strict=True))) / math.sqrt(SIGNS)

@@ -90,7 +90,7 @@ class SiteNodes(ABC):
 
     @property
     def returns(self) -> bool:
-        """Whether as many rows as were sent return in a second collective of the site."""
+        """Whether a second collective of the site returns as many rows as the first one sent."""
         return False
 
     @property

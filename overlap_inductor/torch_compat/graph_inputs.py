@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells which inputs of a graph are parameters and buffers, and whether ranks can compare the inputs.
 
-A rewritten graph may be right only if some inputs have equal values on all ranks, so the ranks compare hashes of these
-values (``runtime.same_inputs``). A rank can hash only tensors that a call passes to the compiled graph.
+A rewritten graph may be right only if some inputs have equal values on all ranks, so the ranks compare these
+values (``runtime.same_inputs``). A rank can compare only tensors that a call passes to the compiled graph.
 """
 
 from __future__ import annotations

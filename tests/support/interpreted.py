@@ -84,8 +84,8 @@ def _call_of(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _no_view(result: Any) -> Any:
-    """``result``, as generated code returns it. Autograd takes results of an interpreter that are views of one tensor
-    for views made in one op, and forbids writes to them."""
+    """``result``, as generated code returns it. If an interpreter returns several views of one tensor, autograd treats
+    them as views made by one op, and forbids writes to them."""
     if not isinstance(result, torch.Tensor) or not result._is_view():
         return result
     with torch.no_grad():

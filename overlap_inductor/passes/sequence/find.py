@@ -7,6 +7,7 @@
     r = add(w, residual)                       H: the residual is cut to rows, or is held as rows already
     n = mul(norm(r), weight)                   H
     y = mm(view(n), wq); z = mm(view(n), wk)   need all rows: one gather of n in front of them
+    q = mm(view(n), w)                         H, if w is whole on every rank and q is narrow (``replicated``)
     s = sum(mul(grad, n), [0, 1])              a sum over tokens: each rank sums its rows, then the sums are added
 
 A *stretch* is a connected set of all-reduces and nodes that are held as rows.

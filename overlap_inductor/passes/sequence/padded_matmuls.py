@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute matmuls with the padding of the tokens, if the number of tokens is symbolic and W does not divide it.
 
-The finders of sites follow short last shards only if their sizes are known. So the rows beyond the last token are not
-cut off after a gather, but after the last op that can be computed with them. T tokens, W ranks, t = ceil(T / W)::
+The finders of sites follow short last shards only if their sizes are known. So the rows beyond the last token are cut
+off after the last op that can be computed with them, not right after the gather. T tokens, W ranks, t = ceil(T / W)::
 
     x = wait_tensor(all_gather(n)) [W t, H], cut to [T, H]        x = wait_tensor(all_gather(n)) [W t, H]
     y = mm(x, w)                                              ->  y = mm(x, w) [W t, N]

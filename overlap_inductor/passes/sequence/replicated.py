@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls with a small weight that is whole on every rank. Such a matmul can be computed on rows, so that its narrow
-result is gathered in place of its wide input::
+"""Compute matmuls on rows if their weight is whole on every rank and their result is narrower than their input. The
+result is then gathered in place of the input::
 
     n [T, 7168]; q = mm(n, wq [7168, 1536]); c = mm(n, wc [7168, 576])
     gather of n, 7168 wide    ->    q, c on rows; gathers of q and c (or of what is computed from them), 2112 wide
@@ -10,9 +10,10 @@ The latent attention of DeepSeek has such matmuls (arXiv:2405.04434, section 2.1
 
 A graph does not show whether a weight is whole. Frameworks that pass shards as ``DTensor`` pass whole weights as
 plain tensors. So a plain parameter counts as whole under two conditions. Other inputs are parts of a ``DTensor``, and
-no partial sum that the group reduces is computed from a plain parameter. The ranks then compare the weight, as they
-compare every tensor that rows read (``same_values``). In a graph with a backward part no weight counts as whole: its
-gradient sums over all tokens of the input, so the input is gathered anyway.
+no matmul or embedding whose result is reduced over ranks has a plain parameter as its operand or table. The ranks
+then compare the weight, as they compare every tensor that rows read (``same_values``). No weight counts as whole in a
+graph with a backward part. Such a graph has no plain program that could run if the weights differ. The gradient of a
+weight also sums over all tokens of the input, so the input is gathered anyway.
 """
 
 from __future__ import annotations

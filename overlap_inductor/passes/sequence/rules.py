@@ -10,10 +10,10 @@ T tokens, W ranks, t = ceil(T / W)::
     view [B, S, H] as [T, H]       -> the same rows
     permute, slice, split, cat     -> the same op, on features of the rows
 
-These are examples. An op needs all rows if neither ``rule_of`` nor the module ``sums`` of this folder
-knows it. The rules follow DTensor's op
-strategies (torch/distributed/tensor/_ops). In DTensor's terms, rows are ``Shard`` on the tokens. Tensors that are equal
-on all ranks are ``Replicate``, and a rank's part of a sum over tokens is ``Partial``.
+These are examples. An op needs all rows if neither ``rule_of`` nor the modules ``sums`` and ``replicated`` of this
+folder know it. The rules follow DTensor's op strategies (torch/distributed/tensor/_ops). In DTensor's terms, rows are
+``Shard`` on the tokens. Tensors that are equal on all ranks are ``Replicate``, and a rank's part of a sum over tokens
+is ``Partial``.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ number::
                                                    y = mm(view(g), wq)
 
 All users that need all rows of a node share one gather. Every new node has the metadata (module, stack trace, recompute
-tag) of the node that it replaces. If T is symbolic and W does not divide it, ``padded_matmuls`` then moves the padding
-in front of matmuls, and the cut behind them.
+tag) of the node that it replaces. If T is symbolic and W does not divide it, ``padded_matmuls`` then moves each padding
+before the matmul, and each cut behind it.
 """
 
 from __future__ import annotations
