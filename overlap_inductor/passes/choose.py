@@ -37,7 +37,12 @@ class Choice(NamedTuple):
 
 
 def find_and_choose(
-    graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None, failed: dict[str, Reason]
+    graph: fx.Graph,
+    config: OverlapConfig,
+    phase: str,
+    refusal: str | None,
+    failed: dict[str, Reason],
+    by_example: bool = False,
 ) -> Choice:
     """Find and decide all sites.
 
@@ -53,11 +58,12 @@ def find_and_choose(
         phase: inference, forward or backward.
         refusal: why the compile can hold no overlap ops, or ``None``.
         failed: ``{site id: why its rewrite failed}``.
+        by_example: see ``host_time.limits``.
     """
 
     def chosen_without(idle: set[str]) -> Choice:
         found = SiteFinder(graph, phase, idle).run()
-        host_bound = host_time.limits(found, config) if config.schedule == "auto" else {}
+        host_bound = host_time.limits(found, config, by_example) if config.schedule == "auto" else {}
         return Choice(found, *choose(found.sites, config, refusal, failed, host_bound))
 
     def improved() -> Choice:

@@ -21,7 +21,9 @@ The forward and the backward of a joint graph have estimates of their own. The t
 
 - an estimate covers only one collective, and the graph is not captured. Schedule ``chunked`` itself compares the
   GPU's time for the site with the host's time to launch the site (``chunked/cost.py``);
-- a size is known only at run time;
+- a size is symbolic, and the rewrite for sequence parallelism is not being chosen. The rewrite is chosen for a range of
+  token counts. A guard excludes counts at which the host limits the rewritten graph;
+- a size depends on data;
 - the FLOPs of an op cannot be counted (``sites/flops.py``).
 """
 
@@ -63,9 +65,14 @@ class _Launched:
     collectives: list[CollectiveNode]
 
 
-def limits(found: SiteFinder, config: OverlapConfig) -> dict[fx.Node, Reason]:
+def limits(found: SiteFinder, config: OverlapConfig, by_example: bool = False) -> dict[fx.Node, Reason]:
     """``{node of a collective: why its site is left as written with schedule=auto}``. If the host limits the forward,
-    all collectives of the forward are in the result; likewise for the backward."""
+    all collectives of the forward are in the result; likewise for the backward.
+
+    Args:
+        by_example: whether symbolic sizes count as the numbers that ``sizes.hint`` returns. If not, the times of a
+            graph with symbolic sizes are not compared.
+    """
     multiplied = [n for n in found.graph.nodes if flops.is_counted(n)]
     others = [s for s in found.sites if not any(flops.is_counted(m.node) for m in s.matmuls)]
     collectives = [c for _, _, c in found.collectives.values() if isinstance(c, CollectiveNode)]
@@ -77,7 +84,7 @@ def limits(found: SiteFinder, config: OverlapConfig) -> dict[fx.Node, Reason]:
             [s for s in others if (s.collectives[0].node in later) is backward],
             [c for c in collectives if (c.node in later) is backward],
         )
-        if (reason := _limit(part, config)) is not None:
+        if (reason := _limit(part, config, by_example)) is not None:
             result.update({c.node: reason for c in part.collectives})
     return result
 
@@ -93,7 +100,7 @@ def _backward_of_joint(found: SiteFinder) -> Collection[fx.Node]:
     return later
 
 
-def _limit(part: _Launched, config: OverlapConfig) -> Reason | None:
+def _limit(part: _Launched, config: OverlapConfig, by_example: bool) -> Reason | None:
     """Why hiding the transfers of ``part`` saves no time. ``None`` if it may save time, or if the times are not
     compared."""
     captured = captured_by_inductor()
@@ -103,7 +110,9 @@ def _limit(part: _Launched, config: OverlapConfig) -> Reason | None:
     launches = len(part.multiplied) + len(part.others)
     launching = launches * machines[0].launch_seconds + sum(m.call_seconds for m in machines)
     host, margin = (machines[0].graph_seconds, 1) if captured else (launching, MARGIN)
-    if not host or any(map(_is_dynamic, [*part.multiplied, *(c.input for c in part.collectives)])):
+    if not host or not by_example and any(map(_is_dynamic, [*part.multiplied, *(c.input for c in part.collectives)])):
+        return None
+    if any(tools.has_unbacked(tools.shape(c.input)) for c in part.collectives):
         return None
     gpu = 0.0
     for node in part.multiplied:

@@ -9,7 +9,8 @@ Matmuls and attention are counted here, because PyTorch's formulas have gaps:
 - For ``_flash_attention_forward``, they read the dim of the tokens as the dim of the heads.
 - There is no formula for ``_int_mm``.
 
-This module rounds sizes as in ``sites.sizes``. PyTorch's formulas get exact sizes.
+This module rounds sizes as in ``sites.sizes``. A symbolic size counts as the number that ``sizes.hint`` returns.
+PyTorch's formulas get exact sizes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.sizes import hint
 from overlap_inductor.sites.sizes import rounded
 from overlap_inductor.torch_compat import operators
 
@@ -45,14 +47,14 @@ def is_counted(node: fx.Node) -> bool:
 def flops(node: fx.Node) -> float | None:
     """The FLOPs of a node that ``is_counted``; causal attention counts as full attention.
 
-    ``None`` if a size of a matmul or of an attention is symbolic, or if a node has no example tensor
+    ``None`` if a size of a matmul or of an attention depends on data, or if a node has no example tensor
     (``node.meta["val"]``). Also ``None`` if PyTorch's or the user's formula raises. The error is logged.
     """
     namespace, name = operators.qualified_name(node)
     if namespace == "aten" and name in _MATMULS:
         right = _sizes(operators.argument(node, _MATMULS[name]))
-        result = _sizes(node)
-        return 2.0 * math.prod(result) * right[-2] if right and result else None
+        elements = _elements(node)
+        return 2.0 * elements * right[-2] if right and elements is not None else None
     if namespace == "aten" and _ATTENTION.fullmatch(name):
         return _of_attention(node, name)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: tools.value(n))
@@ -67,7 +69,7 @@ def flops(node: fx.Node) -> float | None:
 def bytes_read(node: fx.Node) -> float:
     """Bytes of the tensors that ``node`` reads. Tensors of unknown size count as empty."""
     inputs = [n for n in node.all_input_nodes if tools.is_tensor(n)]
-    return float(sum(math.prod(s) * tools.dtype(n).itemsize for n in inputs if (s := _sizes(n)) is not None))
+    return float(sum((_elements(n) or 0) * tools.dtype(n).itemsize for n in inputs))
 
 
 def _of_attention(node: fx.Node, name: str) -> float | None:
@@ -84,7 +86,8 @@ def _of_attention(node: fx.Node, name: str) -> float | None:
         longest = operators.argument(node, "max_k", operators.argument(node, "max_seqlen_k"))
         keys = longest if isinstance(longest, int) else key[-3]
     of_scores, of_values = (3, 2) if name.endswith("_backward") else (1, 1)
-    return 2.0 * math.prod(query) * keys * (of_scores + of_values * value[-1] / max(query[-1], 1))
+    queries = _elements(operators.argument(node, "query")) or 0
+    return 2.0 * queries * keys * (of_scores + of_values * value[-1] / max(query[-1], 1))
 
 
 def _formula(node: fx.Node) -> Any:
@@ -93,7 +96,16 @@ def _formula(node: fx.Node) -> Any:
 
 
 def _sizes(node: Any) -> list[int] | None:
-    """The rounded sizes of a tensor; ``None`` if a size is symbolic or the node has no example tensor."""
-    if not tools.is_tensor(node) or not all(isinstance(s, int) for s in tools.shape(node)):
+    """The rounded sizes of a tensor; ``None`` if a size depends on data or the node has no example tensor."""
+    if not tools.is_tensor(node) or tools.has_unbacked(tools.shape(node)):
         return None
-    return [rounded(s) for s in tools.shape(node)]
+    return [rounded(hint(s)) for s in tools.shape(node)]
+
+
+def _elements(node: Any) -> int | None:
+    """The product of ``_sizes``. Symbolic sizes are multiplied first, because the number of tokens, which ``hint``
+    scales, may be the product of several sizes."""
+    sizes = _sizes(node)
+    if sizes is None or all(isinstance(s, int) for s in tools.shape(node)):
+        return None if sizes is None else math.prod(sizes)
+    return hint(tools.numel(tools.shape(node)))

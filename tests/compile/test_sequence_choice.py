@@ -77,6 +77,26 @@ def test_auto_guards_a_symbolic_number_of_tokens_where_the_choice_changes() -> N
         assert reason.code == "few_tokens" and f"{upper.rhs} tokens and more get a graph of their own" in reason.text
 
 
+def test_a_guard_excludes_numbers_of_tokens_at_which_the_host_is_the_limit() -> None:
+    """If the host needs longer than the GPU, no site of the rewritten graph is overlapped, so the rewrite does not pay.
+    The graphs for a symbolic number and for the guard's number are rewritten alike."""
+
+    def limit(machine: str | None) -> int:
+        made = layer(16384, dynamic=True)
+        (facts,) = made.divide(schedule="auto", sequence_parallel="auto", machine=machine)
+        assert facts.status == "rewritten"
+        return int(made.shapes.guards[1].expr.rhs)
+
+    with fake_group(8), planning_for(H200):
+        # The host needs 80 us for 2 matmuls, and 260 us for 2 collectives.
+        usual, fast = limit(None), limit('{"launch_seconds": 1e-9, "call_seconds": 1e-9}')
+        assert usual > fast
+        statuses = [
+            layer(n).divide(schedule="auto", sequence_parallel="auto")[0].status for n in (fast, usual // 2, usual)
+        ]
+        assert statuses == ["kept", "kept", "rewritten"]
+
+
 def test_auto_rewrites_a_large_symbolic_number_that_the_ranks_do_not_divide() -> None:
     """Its sites are found and estimated like those of multiples. The guards say that it is no multiple."""
     with fake_group(8), planning_for(H200):

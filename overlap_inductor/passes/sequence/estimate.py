@@ -54,7 +54,7 @@ class Cost:
 def plan(graph: fx.Graph, config: OverlapConfig, refusal: str | None) -> Choice:
     """The sites of ``graph``, with the plans that the overlap pass would choose. ``graph`` must be a copy, because
     the search may change it."""
-    choice = find_and_choose(graph, config, "forward", refusal, {})
+    choice = find_and_choose(graph, config, "forward", refusal, {}, by_example=True)
     join(choice.chosen, config)
     return choice
 
