@@ -46,8 +46,10 @@ from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
 
 ROOT = rows.RESULTS.parent.parent
-# On a machine with two cores, with the default --megabits, the forward's matmuls take about as long as its transfers.
+# With the default --megabits, the forward's matmuls take about as long as its transfers: 2 ranks on a machine with two
+# cores, 4 ranks with a core each. With the sizes for 2 ranks, the matmuls of 4 ranks would be small.
 CPU = Sizes(layers=2, hidden=1024, ffn=2816, heads=16, kv_heads=16, vocabulary=1024, prompt=128)
+CPU_FROM_3_RANKS = dataclasses.replace(CPU, layers=4, hidden=2048, ffn=5632)
 CUDA = Sizes(layers=4, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=32000)
 CPU_CASES = [(phase, 1, 1024) for phase in ("forward", "training", "blocks_forward", "blocks_training")]
 CUDA_CASES = [
@@ -66,7 +68,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of CPU ranks (on GPUs, torchrun sets the number)"
     )
     parser.add_argument(
-        "--megabits", type=int, nargs="+", default=[500, 750], help="link rate for each entry of --ranks"
+        "--megabits", type=int, nargs="+", default=[500, 1000], help="link rate for each entry of --ranks"
     )
     parser.add_argument(
         "--phases", nargs="+", choices=list(PHASES), help="default: all phases; on a CPU, all but decode"
@@ -97,11 +99,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def settings_of(options: argparse.Namespace, megabits: int | None) -> Settings:
-    """The settings of each rank, on a slow link of ``megabits`` Mbit/s or on GPUs."""
+def settings_of(options: argparse.Namespace, megabits: int | None, ranks: int = 2) -> Settings:
+    """The settings of each rank, on a slow link of ``megabits`` Mbit/s between ``ranks`` ranks or on GPUs."""
     cpu = options.device == "cpu"
     told = {f.name: getattr(options, f.name) for f in dataclasses.fields(Sizes)}
-    sizes = dataclasses.replace(CPU if cpu else CUDA, **{k: v for k, v in told.items() if v is not None})
+    usual = (CPU if ranks < 3 else CPU_FROM_3_RANKS) if cpu else CUDA
+    sizes = dataclasses.replace(usual, **{k: v for k, v in told.items() if v is not None})
     machine = options.machine or (told_about(megabits) if megabits else "")
     return Settings(
         device=options.device,
@@ -159,7 +162,7 @@ def on_slow_link(options: argparse.Namespace) -> None:
                     found.append(json.loads(line))
                     rows.append(out, found[-1:])
 
-            settings = json.dumps(dataclasses.asdict(settings_of(options, megabits)))
+            settings = json.dumps(dataclasses.asdict(settings_of(options, megabits, ranks)))
             # Unless this process's environment names a cache, the ranks use a new one, so that compiling is measured.
             environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), **rank_environment("cpu")}
             environment["PYTHONPATH"] = str(ROOT)

@@ -33,7 +33,8 @@ from tests.support.hand_graph import aten
 def row(variant: str, ms: float, **fields: Any) -> dict[str, Any]:
     counts = {"all_reduce": 5, "all_gather_into_tensor": 1}
     return {
-        "ranks": 2, "link": "500 Mbit/s", "phase": "forward", "batch": 1, "tokens": 1024, "variant": variant,
+        "ranks": 2, "link": "500 Mbit/s", "layers": 2, "phase": "forward", "batch": 1, "tokens": 1024,
+        "variant": variant,
         "median_ms": ms, "p20_ms": 0.9 * ms, "p80_ms": 1.1 * ms, "speedup": round(700 / ms, 3), "fastest_ms": 0.8 * ms,
         "tokens_per_s": 1024e3 / ms, "peak_mib": 900.4, "step_mib": 512.4, "compile_s": 12.3, "collectives": counts,
         "collectives_left": {}, "sites": {}, "load": 2.3, **fields,
@@ -57,6 +58,7 @@ def test_the_settings_reach_the_ranks() -> None:
 def test_cases_are_those_asked_for() -> None:
     options = layers.parsed("--device cuda --phases forward decode --tokens 64 128 --batches 2".split())
     assert layers.settings_of(options, None).cases == (("forward", 1, 64), ("forward", 1, 128), ("decode", 2, 1))
+    assert [layers.settings_of(layers.parsed([]), 1000, n).sizes.hidden for n in (2, 4)] == [1024, 2048]
     everything = layers.settings_of(layers.parsed(["--device", "cuda"]), None)
     assert everything.cases == tuple(layers.CUDA_CASES) and everything.machine == ""
 
@@ -161,7 +163,8 @@ def test_the_table_has_what_was_measured() -> None:
     sites = {"inference matmul_all_reduce: ring": 4, "inference matmul_all_gather: keep": 1}
     text = tables.layers([row(PLAIN, 700.0), row("ring", 500.0, sites=sites)])
     assert (
-        "| 2 | 500 Mbit/s | forward | 1024 | ring | 500.0 | 450.0-550.0 | 1.40 | 400.0 | 2048 | 512 | 12 | 2 |" in text
+        "| 2 | 500 Mbit/s | 2 | forward | 1024 | ring | 500.0 | 450.0-550.0 | 1.40 | 400.0 | 2048 | 512 | 12 | 2 |"
+        in text
     )
     assert "| 1 all_gather, 5 all_reduce | - | 4 of 5 |" in text
 
