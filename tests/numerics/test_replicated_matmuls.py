@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import overlap_inductor
@@ -19,7 +20,9 @@ from tests.support.latent_projections import sharded
 LIMIT = 1e-5
 
 
-def _run(rank: int, world_size: int, differ: bool) -> dict[str, Any]:
+def _run(
+    rank: int, world_size: int, differ: bool, mode: str = "default", settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
     compile_anew(kernels=False)
     heard = Heard()
     rows = []
@@ -29,9 +32,9 @@ def _run(rank: int, world_size: int, differ: bool) -> dict[str, Any]:
             with torch.no_grad():
                 model.down[1].weight += rank
         x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
-        with torch.no_grad(), ring(sequence_parallel="on"):
+        with torch.no_grad(), ring(sequence_parallel="on"), torch._inductor.config.patch(settings or {}):
             expected = model(x)
-            found = torch.compile(model, dynamic=False)(x)
+            found = torch.compile(model, dynamic=False, mode=mode)(x)
         rows.append(float((found - expected).abs().max() / expected.abs().max()))
     report = overlap_inductor.last_report()
     assert report is not None
@@ -49,3 +52,24 @@ def test_values_are_equal() -> None:
 def test_ranks_with_different_weights_run_the_plain_program() -> None:
     for row in run_ranks(2, _run, True):
         assert row["off"] < LIMIT and any("run" in text for text in row["texts"]), row
+
+
+SIMPLE = "enable_simple_overlap"
+DISTRIBUTED = getattr(torch._inductor.config, "aten_distributed_optimizations", None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("reduce-overhead", {}),
+        pytest.param(
+            "default",
+            {f"aten_distributed_optimizations.{SIMPLE}": True},
+            marks=pytest.mark.skipif(not hasattr(DISTRIBUTED, SIMPLE), reason="torch before 2.14 has no such setting"),
+        ),
+    ],
+    ids=["reduce-overhead", "simple overlap"],
+)
+def test_a_rewritten_graph_with_other_settings_of_inductor(mode: str, settings: dict[str, Any]) -> None:
+    for row in run_ranks(2, _run, False, mode, settings):
+        assert row["off"] < LIMIT and not row["texts"] and row["sites"].count("overlapped") == 3, row

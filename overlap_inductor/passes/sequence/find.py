@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from overlap_inductor.passes.sequence.replicated import ReplicatedMatmul
 from overlap_inductor.passes.sequence.replicated import WholeWeights
 from overlap_inductor.passes.sequence.rows import NotRowWise
 from overlap_inductor.passes.sequence.rows import Rows
@@ -118,10 +117,7 @@ class RowFinder:
             if reduces_tokens(node, self.held):
                 self._sums.append(node)
                 return
-            rule = ReplicatedMatmul(self._whole_weights) if self._whole_weights.of(node) else rule_of(node)
-            if rule is None:
-                raise NotRowWise(f"{node.target} is not computed row by row")
-            rows = rule.held(node, self.held)
+            rows = self._rows(node)
             self._reads[node] = self._others(node, rows)
         except NotRowWise as error:
             for source in node.all_input_nodes:
@@ -129,6 +125,15 @@ class RowFinder:
                     self._whole.setdefault(source, []).append((node, str(error)))
             return
         self.held[node] = rows
+
+    def _rows(self, node: fx.Node) -> Rows:
+        """How the result of ``node`` is held. Raises ``NotRowWise`` if ``node`` needs all rows."""
+        if self._whole_weights.of(node):
+            return self._whole_weights.rows(node, self.held)
+        rule = rule_of(node)
+        if rule is None:
+            raise NotRowWise(f"{node.target} is not computed row by row")
+        return rule.held(node, self.held)
 
     def _others(self, node: fx.Node, rows: Rows) -> dict[fx.Node, frozenset[fx.Node]]:
         """For each tensor that ``node`` reads and that is not held as rows, the graph's inputs from which it is

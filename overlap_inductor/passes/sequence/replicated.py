@@ -41,7 +41,7 @@ _KINDS = ("mm", "addmm")
 
 
 class WholeWeights:
-    """Finds the matmuls of ``graph`` whose weights count as whole."""
+    """Finds the matmuls of ``graph`` whose weights count as whole, and how their results are held."""
 
     def __init__(self, graph: fx.Graph) -> None:
         inputs = graph.find_nodes(op="placeholder")
@@ -54,12 +54,35 @@ class WholeWeights:
             self._candidates.clear()
 
     def of(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a matmul of a kind that ``ReplicatedMatmul`` computes, with a whole weight on its
-        right."""
+        """Whether ``node`` is an ``mm`` or ``addmm`` with a whole weight on its right."""
         found = matmuls.parse(node)
         if found is None or found.kind not in _KINDS or node.kwargs or not self._is_whole(found.rhs):
             return False
         return found.bias is None or (self._is_whole(found.bias) and all(map(is_one, tools.shape(found.bias)[:-1])))
+
+    def rows(self, node: fx.Node, held: Held) -> Rows:
+        """How the result of ``node``, for which ``of`` is true, is held. The rows are dim M of the left operand.
+
+        Raises:
+            NotRowWise: the left operand is not held as rows, or another op needs all its rows. Or it is not wider than
+                the results of all such matmuls that read it.
+        """
+        found = matmuls.parse(node)
+        assert found is not None
+        if found.lhs not in held or held[found.lhs].lead != 1:
+            raise NotRowWise(f"{node.target} contracts tokens, or reads them as another operand than the left one")
+        base = _behind_views(found.lhs)
+        readers = _readers(base)
+        narrow = [n for n in readers if self.of(n)]
+        others = [n for n in readers if n not in narrow and (rule_of(n) is None or tools.permutation(n) is not None)]
+        if others:
+            raise NotRowWise(f"{others[0].name} needs all rows of {base.name}, too")
+        wide, width = tools.shape(base)[-1], sum(tools.shape(n)[1] for n in narrow)
+        if not isinstance(wide, int) or not isinstance(width, int) or width >= wide:
+            raise NotRowWise(
+                f"the results of the matmuls that read {base.name} are {width} wide, {base.name} is {wide}"
+            )
+        return held[found.lhs]
 
     def _is_whole(self, node: Any) -> bool:
         """Whether ``node`` is a whole parameter, possibly cast, viewed or transposed."""
@@ -89,36 +112,8 @@ class WholeWeights:
         return False
 
 
-class ReplicatedMatmul:
-    """``mm`` and ``addmm`` with a whole weight (``rules.Rule``). The rows are the dim M of the left operand."""
-
-    def __init__(self, whole: WholeWeights) -> None:
-        self._whole = whole
-
-    def held(self, node: fx.Node, held: Held) -> Rows:
-        found = matmuls.parse(node)
-        assert found is not None
-        if found.lhs not in held or held[found.lhs].lead != 1:
-            raise NotRowWise(f"{node.target} contracts tokens, or reads them as another operand than the left one")
-        base = _behind_views(found.lhs)
-        readers = _readers(base)
-        narrow = [n for n in readers if self._whole.of(n)]
-        others = [n for n in readers if n not in narrow and (rule_of(n) is None or tools.permutation(n) is not None)]
-        if others:
-            raise NotRowWise(f"{others[0].name} needs all rows of {base.name}, too")
-        wide, width = tools.shape(base)[-1], sum(tools.shape(n)[1] for n in narrow)
-        if not isinstance(wide, int) or not isinstance(width, int) or width >= wide:
-            raise NotRowWise(
-                f"the results of the matmuls that read {base.name} are {width} wide, {base.name} is {wide}"
-            )
-        return held[found.lhs]
-
-    def write(self, node: fx.Node, rows: Rows, held: Held, writer: Writer) -> fx.Node:
-        return write_rows(node, writer)
-
-
 def write_rows(node: fx.Node, writer: Writer) -> fx.Node:
-    """Write a matmul that ``ReplicatedMatmul`` holds as rows, for a rank's rows."""
+    """Write a matmul that ``WholeWeights.rows`` holds as rows, for a rank's rows."""
     found = matmuls.parse(node)
     assert found is not None
     return writer.call(node.target, *(writer.rows(a) if a is found.lhs else a for a in node.args))
