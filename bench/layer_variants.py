@@ -57,16 +57,16 @@ def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[V
     return [*found, Variant(LOCAL, right=False)]
 
 
-def compiled(variant: Variant, model: Any, cuda_graphs: bool) -> Any:
+def compiled(variant: Variant, model: Any, cuda_graphs: bool, dynamic: bool) -> Any:
     """``model`` compiled as ``variant`` says. ``cuda_graphs``: whether the options of ``mode="reduce-overhead"``
     apply."""
     options: dict[str, Any] = dict(torch._inductor.list_mode_options("reduce-overhead")) if cuda_graphs else {}
     if variant.switches is not None:
         options |= {"mode": "on", "notice": "off", **variant.switches}
-        return torch.compile(model, dynamic=False, backend=overlap_backend, options=options)
+        return torch.compile(model, dynamic=dynamic, backend=overlap_backend, options=options)
     if variant.name == LOCAL:
         options["post_grad_custom_pre_pass"] = _without_collectives
-    return torch.compile(model, dynamic=False, options=options or None)
+    return torch.compile(model, dynamic=dynamic, options=options or None)
 
 
 def _without_collectives(graph: fx.Graph) -> None:

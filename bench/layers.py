@@ -46,10 +46,9 @@ from overlap_inductor.cli.local_ranks import rank_environment
 from overlap_inductor.cli.local_ranks import run_ranks
 
 ROOT = rows.RESULTS.parent.parent
-# With the default --megabits, the forward's matmuls take about as long as its transfers: 2 ranks on a machine with two
-# cores, 4 ranks with a core each. With the sizes for 2 ranks, the matmuls of 4 ranks would be small.
-CPU = Sizes(layers=2, hidden=1024, ffn=2816, heads=16, kv_heads=16, vocabulary=1024, prompt=128)
-CPU_FROM_3_RANKS = dataclasses.replace(CPU, layers=4, hidden=2048, ffn=5632)
+# With the sizes for 2 ranks, the matmuls of 4 ranks would be small.
+CPU = Sizes(layers=4, hidden=1024, ffn=2816, heads=16, kv_heads=16, vocabulary=1024, prompt=128)
+CPU_FROM_3_RANKS = dataclasses.replace(CPU, hidden=2048, ffn=5632)
 CUDA = Sizes(layers=4, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=32000)
 CPU_CASES = [(phase, 1, 1024) for phase in ("forward", "training", "blocks_forward", "blocks_training")]
 CUDA_CASES = [
@@ -68,12 +67,22 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of CPU ranks (on GPUs, torchrun sets the number)"
     )
     parser.add_argument(
-        "--megabits", type=int, nargs="+", default=[500, 1000], help="link rate for each entry of --ranks"
+        "--megabits",
+        type=int,
+        nargs="+",
+        help="link rate for each entry of --ranks; default: a layer's all-reduces take as long as its matmuls",
     )
     parser.add_argument(
         "--phases", nargs="+", choices=list(PHASES), help="default: all phases; on a CPU, all but decode"
     )
     parser.add_argument("--tokens", type=int, nargs="+", help="token counts of the phases other than decode")
+    parser.add_argument(
+        "--dynamic",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="compile with dynamic=True, first with this number of tokens, so that one graph may serve all counts",
+    )
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of sequences of a decode step")
     for field in dataclasses.fields(Sizes):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int)
@@ -94,46 +103,66 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not all("=" in word for word in options.set):
         parser.error("--set takes SWITCH=VALUE")
-    if options.device == "cpu" and len(options.ranks) != len(options.megabits):
+    if options.device == "cpu" and options.megabits and len(options.ranks) != len(options.megabits):
         parser.error("--ranks and --megabits need the same number of values")
     return options
 
 
-def settings_of(options: argparse.Namespace, megabits: int | None, ranks: int = 2) -> Settings:
-    """The settings of each rank, on a slow link of ``megabits`` Mbit/s between ``ranks`` ranks or on GPUs."""
-    cpu = options.device == "cpu"
+def sizes_of(options: argparse.Namespace, ranks: int) -> Sizes:
     told = {f.name: getattr(options, f.name) for f in dataclasses.fields(Sizes)}
-    usual = (CPU if ranks < 3 else CPU_FROM_3_RANKS) if cpu else CUDA
-    sizes = dataclasses.replace(usual, **{k: v for k, v in told.items() if v is not None})
-    machine = options.machine or (told_about(megabits) if megabits else "")
+    usual = CUDA if options.device == "cuda" else CPU if ranks < 3 else CPU_FROM_3_RANKS
+    return dataclasses.replace(usual, **{k: v for k, v in told.items() if v is not None})
+
+
+def on_link(options: argparse.Namespace, number: int, flops: float) -> tuple[int, Settings]:
+    """``(rate of the link in Mbit/s, settings of each rank)`` for entry ``number`` of ``--ranks``. ``flops``: the rate
+    of matmuls."""
+    ranks = options.ranks[number]
+    sizes = sizes_of(options, ranks)
+    megabits = options.megabits[number] if options.megabits else equal_megabits(sizes, ranks, flops)
+    machine = json.dumps({"link_bytes": megabits * 1e6 / 8, "matmul_flops": {"4": flops}})
+    return megabits, settings_of(options, sizes, f"{megabits} Mbit/s", machine)
+
+
+def settings_of(options: argparse.Namespace, sizes: Sizes, link: str, machine: str) -> Settings:
+    """The settings of each rank. ``machine``: see ``Settings``; option ``--machine`` takes its place."""
+    cpu = options.device == "cpu"
     return Settings(
         device=options.device,
         sizes=sizes,
         cases=tuple(cases_of(options, CPU_CASES if cpu else CUDA_CASES)),
         schedule=options.schedule or ("ring" if cpu else "auto"),
-        machine=machine,
+        machine=options.machine or machine,
         switches=dict(word.split("=", 1) for word in options.set),
         only=tuple(options.variants),
-        link=f"{megabits} Mbit/s" if megabits else "GPUs of one host",
+        link=link,
         repeats=options.repeats,
         seconds=options.seconds,
+        dynamic=options.dynamic,
         trace=options.trace,
         trace_steps=options.trace_steps,
     )
 
 
-def told_about(megabits: int) -> str:
-    """The value of switch ``machine`` for a slow link: the link's rate and this CPU's rate of matmuls on one thread.
-    The shortest of several times counts."""
+def matmul_rate() -> float:
+    """FLOP/s of fp32 matmuls on one thread of this CPU. The shortest of several times counts."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         x = torch.randn(1024, 1024)
-        seconds = min(timeit.repeat(lambda: x @ x, number=1, repeat=9))
+        seconds = min(timeit.repeat(lambda: x @ x, number=1, repeat=25))
     finally:
         torch.set_num_threads(threads)
-    flops = float(f"{2 * 1024**3 / seconds:.1e}")
-    return json.dumps({"link_bytes": megabits * 1e6 / 8, "matmul_flops": {"4": flops}})
+    return float(f"{2 * 1024**3 / seconds:.1e}")
+
+
+def equal_megabits(sizes: Sizes, ranks: int, flops: float) -> int:
+    """The rate of the link at which the two all-reduces of a decoder layer's forward take as long as its matmuls. Both
+    grow with the number of tokens. Mbit/s, a multiple of 50."""
+    heads = (2 + 2 * sizes.kv_heads / sizes.heads) * sizes.hidden**2
+    multiplied = 2 * (heads + 3 * sizes.hidden * sizes.ffn) / ranks
+    sent = 2 * 2 * (ranks - 1) / ranks * sizes.hidden * 4
+    return max(round(sent * 8 * flops / multiplied / 50e6), 1) * 50
 
 
 def cases_of(options: argparse.Namespace, default: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
@@ -151,8 +180,9 @@ def cases_of(options: argparse.Namespace, default: list[tuple[str, int, int]]) -
 def on_slow_link(options: argparse.Namespace) -> None:
     if (reason := link.why_not()) is not None:
         raise SystemExit(reason)
-    out = options.out or rows.RESULTS / "layers_slow_link.jsonl"
-    for ranks, megabits in zip(options.ranks, options.megabits, strict=True):
+    out, flops = options.out or rows.RESULTS / "layers_slow_link.jsonl", matmul_rate()
+    for number, ranks in enumerate(options.ranks):
+        megabits, settings = on_link(options, number, flops)
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as name, link.slow_hosts(ranks, megabits) as hosts:
             folder, found = Path(name), []
@@ -162,13 +192,12 @@ def on_slow_link(options: argparse.Namespace) -> None:
                     found.append(json.loads(line))
                     rows.append(out, found[-1:])
 
-            settings = json.dumps(dataclasses.asdict(settings_of(options, megabits, ranks)))
             # Unless this process's environment names a cache, the ranks use a new one, so that compiling is measured.
             environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), **rank_environment("cpu")}
             environment["PYTHONPATH"] = str(ROOT)
             try:
                 run_ranks(
-                    ["-m", "bench.layers_worker", settings, str(folder / "model")],
+                    ["-m", "bench.layers_worker", json.dumps(dataclasses.asdict(settings)), str(folder / "model")],
                     ranks,
                     folder,
                     environment=environment,
@@ -191,10 +220,11 @@ def on_gpus(options: argparse.Namespace) -> None:
 
     rank, _ = start_rank()
     out = options.out or rows.RESULTS / "layers.jsonl"
+    settings = settings_of(options, sizes_of(options, dist.get_world_size()), "GPUs of one host", "")
     with tempfile.TemporaryDirectory() as name:
         names = [name]
         dist.broadcast_object_list(names)
-        for row in run(settings_of(options, None), Path(names[0]), {}):
+        for row in run(settings, Path(names[0]), {}):
             if rank == 0:
                 print(json.dumps(row), flush=True)
                 rows.append(out, [row])

@@ -63,6 +63,8 @@ class Settings:
         link: a description of the link between the ranks.
         repeats: the largest number of rounds. Each round takes one sample of each variant.
         seconds: about how long each program may be timed.
+        dynamic: the number of tokens with which each variant is compiled first, with ``dynamic=True``. 0: each variant
+            is compiled with ``dynamic=False``.
         trace: the folder for the traces (``bench.layer_trace``), or empty.
         trace_steps: the number of steps of each variant to trace.
     """
@@ -77,6 +79,7 @@ class Settings:
     link: str
     repeats: int
     seconds: float
+    dynamic: int
     trace: str
     trace_steps: int
 
@@ -149,11 +152,16 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
         for v in variants(settings.schedule, settings.machine, settings.switches)
         if not settings.only or v.name in (PLAIN, *settings.only)
     ]
+    first = None
+    if settings.dynamic:
+        first = PHASES[phase](folder, settings.sizes, batch, settings.dynamic, settings.dtype, settings.device)
     functions: dict[str, Any] = {}
     facts: dict[str, dict[str, Any]] = {}
     for variant in chosen:
-        functions[variant.name] = compiled(variant, program.model, program.cuda_graphs and settings.device == "cuda")
-        facts[variant.name] = _first_run(variant, program, functions[variant.name], reference, settings)
+        captured = program.cuda_graphs and settings.device == "cuda"
+        functions[variant.name] = compiled(variant, program.model, captured, first is not None)
+        programs = [program] if first is None else [first, program]
+        facts[variant.name] = _first_run(variant, programs, functions[variant.name], reference, settings)
         allowed = max(FLOOR[settings.dtype], SLACK * facts[PLAIN]["error"])
         if variant.right and not facts[variant.name]["error"] <= allowed:
             raise Wrong(f"{phase} {variant.name}: error {facts[variant.name]['error']:.3g}, allowed {allowed:.3g}")
@@ -182,6 +190,7 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
             "tokens_per_s": round(batch * tokens / seconds, 1),
             "repeats": time_.repeats,
             "load": round(load, 2),
+            "dynamic": settings.dynamic,
             **facts[name],
         }
     if settings.trace:
@@ -206,18 +215,20 @@ def _on_one_core(device: str) -> Iterator[None]:
 
 
 def _first_run(
-    variant: Variant, program: Program, function: Any, reference: Outputs, settings: Settings
+    variant: Variant, programs: list[Program], function: Any, reference: Outputs, settings: Settings
 ) -> dict[str, Any]:
-    """Run three steps: the first compiles, the second is compared, the third is measured for memory. Returns figures
-    for the row."""
+    """Run one step of each program, which compiles, and two more of the last one: one is compared, the other is
+    measured for memory. Returns figures for the row."""
+    program = programs[-1]
     reporting.forget_reports()
     dist.barrier()
     begin = time.perf_counter()
-    program.step(function)
+    for each in programs:
+        each.step(function)
     first = time.perf_counter() - begin
     begin = time.perf_counter()
     found = program.step(function)
-    # The first step compiles and runs. Its running time is taken to be that of the second step. (On GPUs, this is host
+    # A first step compiles and runs. Its running time is taken to be that of the second step. (On GPUs, this is host
     # time, and with CUDA graphs the second step also records the graph.)
     first -= time.perf_counter() - begin
     off = error(found, reference)

@@ -162,9 +162,12 @@ class SiteSchedule(Protocol):
         """Estimated seconds of the site at the token count of the example inputs."""
         ...
 
-    def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
+    def where_it_pays(
+        self, site: OverlapSite, config: OverlapConfig, fewest: int = 0
+    ) -> list[PlanPiece] | Reason | None:
         """A plan for the token counts at which the schedule is estimated to pay. A ``Reason`` if the schedule cannot
-        be chosen, although it pays or may pay; ``None`` if it never pays."""
+        be chosen, although it pays or may pay; ``None`` if it never pays. ``fewest``: if the schedule's op
+        chooses by the token count, the plan serves no smaller counts."""
         ...
 
     def joined(

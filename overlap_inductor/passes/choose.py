@@ -107,7 +107,7 @@ def choose(
     config: OverlapConfig,
     refusal: str | None,
     failed: dict[str, Reason],
-    host_bound: Mapping[fx.Node, Reason],
+    host_bound: Mapping[fx.Node, host_time.HostLimit],
 ) -> tuple[list[DecidedSite], list[DecidedSite]]:
     """Decide every site. Returns ``(all sites with their decisions, the sites to overlap)``. ``host_bound``: the result
     of ``host_time.limits``."""
@@ -130,7 +130,7 @@ def _decide(
     config: OverlapConfig,
     context: legality.Context,
     failed: dict[str, Reason],
-    host_bound: Mapping[fx.Node, Reason],
+    host_bound: Mapping[fx.Node, host_time.HostLimit],
 ) -> DecidedSite:
     """The site with its decision. ``context`` records an overlapped site, for the checks of later sites."""
     keep = [PlanPiece("keep")]

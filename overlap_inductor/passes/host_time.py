@@ -17,18 +17,19 @@ each other (``runtime.agreement``). This costs time only if the hosts do not run
 layers of Llama-70B decoded one token 0.73 to 0.85 times as fast with ``small_message`` as without. Eight layers were
 1.12 times as fast. Without the wait, two layers were 0.89 times as fast.
 
-The forward and the backward of a joint graph have estimates of their own. The times are not compared if
+The forward and the backward of a joint graph have estimates of their own. A graph with symbolic sizes serves many
+token counts. The GPU's time grows with the count, the host's time does not. So there is a count from which on the host
+is not the limit (``HostLimit.factor``), and sites are overlapped from this count on. The times are not compared if
 
 - an estimate covers only one collective, and the graph is not captured. Schedule ``chunked`` itself compares the
   GPU's time for the site with the host's time to launch the site (``chunked/cost.py``);
-- a size is symbolic, and the rewrite for sequence parallelism is not being chosen. The rewrite is chosen for a range of
-  token counts. A guard excludes counts at which the host limits the rewritten graph;
 - a size depends on data;
 - the FLOPs of an op cannot be counted (``sites/flops.py``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ from overlap_inductor.report.words import microseconds
 from overlap_inductor.sites import flops
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import sizes
+from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
@@ -65,18 +67,38 @@ class _Launched:
     collectives: list[CollectiveNode]
 
 
-def limits(found: SiteFinder, config: OverlapConfig, by_example: bool = False) -> dict[fx.Node, Reason]:
-    """``{node of a collective: why its site is left as written with schedule=auto}``. If the host limits the forward,
-    all collectives of the forward are in the result; likewise for the backward.
+@dataclass(frozen=True)
+class HostLimit:
+    """The sizes at which the host limits a graph.
+
+    Attributes:
+        reason: why the sites are left as written at these sizes.
+        factor: from this multiple of the example's symbolic sizes on, the host is not the limit. ``None``: the host is
+            the limit at all sizes.
+    """
+
+    reason: Reason
+    factor: float | None = None
+
+    def fewest(self, tokens: Size) -> int | None:
+        """The smallest number of a site's ``tokens`` at which the host is not the limit, or ``None``."""
+        if self.factor is None or isinstance(tokens, int):
+            return None
+        return math.ceil(sizes.hint(tokens) * self.factor)
+
+
+def limits(found: SiteFinder, config: OverlapConfig, by_example: bool = False) -> dict[fx.Node, HostLimit]:
+    """``{node of a collective: the sizes at which its site is left as written with schedule=auto}``. If the host limits
+    the forward at some size, all collectives of the forward are in the result; likewise for the backward.
 
     Args:
-        by_example: whether symbolic sizes count as the numbers that ``sizes.hint`` returns. If not, the times of a
-            graph with symbolic sizes are not compared.
+        by_example: whether only the sizes that ``sizes.hint`` returns count. If not, a graph with symbolic sizes is
+            estimated for other sizes too.
     """
     multiplied = [n for n in found.graph.nodes if flops.is_counted(n)]
     others = [s for s in found.sites if not any(flops.is_counted(m.node) for m in s.matmuls)]
     collectives = [c for _, _, c in found.collectives.values() if isinstance(c, CollectiveNode)]
-    result: dict[fx.Node, Reason] = {}
+    result: dict[fx.Node, HostLimit] = {}
     later = _backward_of_joint(found)
     for backward in (False, True):
         part = _Launched(
@@ -84,8 +106,8 @@ def limits(found: SiteFinder, config: OverlapConfig, by_example: bool = False) -
             [s for s in others if (s.collectives[0].node in later) is backward],
             [c for c in collectives if (c.node in later) is backward],
         )
-        if (reason := _limit(part, config, by_example)) is not None:
-            result.update({c.node: reason for c in part.collectives})
+        if (limit := _limit(part, config, by_example)) is not None:
+            result.update({c.node: limit for c in part.collectives})
     return result
 
 
@@ -100,9 +122,36 @@ def _backward_of_joint(found: SiteFinder) -> Collection[fx.Node]:
     return later
 
 
-def _limit(part: _Launched, config: OverlapConfig, by_example: bool) -> Reason | None:
-    """Why hiding the transfers of ``part`` saves no time. ``None`` if it may save time, or if the times are not
-    compared."""
+def _limit(part: _Launched, config: OverlapConfig, by_example: bool) -> HostLimit | None:
+    """The sizes at which hiding the transfers of ``part`` saves no time, or ``None``. Symbolic sizes are halved or
+    doubled until the host is no longer the limit, or just becomes the limit."""
+    reason = _reason(part, config)
+    symbolic = [s for c in part.collectives for s in tools.shape(c.input) if isinstance(s, torch.SymInt)]
+    if by_example or not symbolic or any(map(tools.has_unbacked, map(_shape_of, part.collectives))):
+        return None if reason is None else HostLimit(reason)
+    example, factor, most = max(map(sizes.hint, symbolic)), 1.0, max(config.max_tokens, 1)
+    if reason is None:
+        while example * factor >= 1:
+            with sizes.at_scale(factor / 2):
+                if (reason := _reason(part, config)) is not None:
+                    return HostLimit(reason, factor)
+            factor /= 2
+        return None
+    while example * factor <= most:
+        factor *= 2
+        with sizes.at_scale(factor):
+            if _reason(part, config) is None:
+                return HostLimit(reason, factor)
+    return HostLimit(reason)
+
+
+def _shape_of(collective: CollectiveNode) -> list[Size]:
+    return tools.shape(collective.input)
+
+
+def _reason(part: _Launched, config: OverlapConfig) -> Reason | None:
+    """Why hiding the transfers of ``part`` saves no time at the sizes that ``sizes.hint`` returns. ``None`` if it may
+    save time, or if the times are not compared."""
     captured = captured_by_inductor()
     if len(part.collectives) < (1 if captured else 2):
         return None
@@ -110,9 +159,7 @@ def _limit(part: _Launched, config: OverlapConfig, by_example: bool) -> Reason |
     launches = len(part.multiplied) + len(part.others)
     launching = launches * machines[0].launch_seconds + sum(m.call_seconds for m in machines)
     host, margin = (machines[0].graph_seconds, 1) if captured else (launching, MARGIN)
-    if not host or not by_example and any(map(_is_dynamic, [*part.multiplied, *(c.input for c in part.collectives)])):
-        return None
-    if any(tools.has_unbacked(tools.shape(c.input)) for c in part.collectives):
+    if not host or any(map(tools.has_unbacked, map(_shape_of, part.collectives))):
         return None
     gpu = 0.0
     for node in part.multiplied:
@@ -137,11 +184,6 @@ def _limit(part: _Launched, config: OverlapConfig, by_example: bool) -> Reason |
         f" to launch it ({launches} matmuls or other ops, {len(part.collectives)} collectives). Hiding transfers"
         f" saves time only if the GPU needs {MARGIN} times as long as the host",
     )
-
-
-def _is_dynamic(node: fx.Node) -> bool:
-    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-    return any(not isinstance(s, int) for v in values if isinstance(v, torch.Tensor) for s in v.shape)
 
 
 def _seconds(node: fx.Node, machine: Machine) -> float | None:

@@ -6,7 +6,7 @@ The planner reads only facts that all ranks share. Pseudo-code::
     can  = [s for s in SCHEDULES if s is allowed and s.why_not(site) is None]
     cost = {s: s.seconds(site) for s in can}
     plan = s.where_it_pays(site) of the cheapest s in can that pays; keep if none pays
-           # if launches limit the graph's speed, plans with transfers during the matmul do not count
+           # plans with transfers during the matmul do not serve sizes at which launches limit the graph's speed
     if the token count is dynamic: replace plan by the first s.joined(plan of s, others' plans) that is not None
            # others' plans: of the schedules that an op of s can call
 """
@@ -24,6 +24,7 @@ from overlap_inductor.facts.decision import Reason
 from overlap_inductor.lowerings.registry import SCHEDULES
 from overlap_inductor.lowerings.registry import schedule_named
 from overlap_inductor.lowerings.schedule import SiteSchedule
+from overlap_inductor.passes.host_time import HostLimit
 from overlap_inductor.report.words import microseconds
 from overlap_inductor.runtime.arena import CREDITS
 from overlap_inductor.runtime.arena import SLOTS
@@ -37,10 +38,9 @@ from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
 
 
-def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = None) -> Decision:
-    """The decision for one legal site. ``host_bound``: why no transfer of the site's graph is worth hiding, or
-    ``None``.
-    ``fit_workspace`` and ``SiteSchedule.fit`` may change the decision later."""
+def plan(site: OverlapSite, config: OverlapConfig, host_bound: HostLimit | None = None) -> Decision:
+    """The decision for one legal site. ``host_bound``: the sizes at which no transfer of the site's graph is worth
+    hiding, or ``None``. ``fit_workspace`` and ``SiteSchedule.fit`` may change the decision later."""
     asked = [s for s in SCHEDULES if config.schedule in ("auto", s.name)]
     refusals = {s.name: _why_not(s, site, config) for s in asked}
     able = [s for s in asked if refusals[s.name] is None]
@@ -52,14 +52,17 @@ def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = N
     if config.schedule != "auto":
         return Decision("overlapped", "forced", _with(estimate, able[0].forced(site, config)))
     reasons, plans = [], {}
+    fewest = host_bound.fewest(site.nodes.tokens) if host_bound is not None else 0
     for schedule in sorted(able, key=lambda s: estimate.get(s.name, 0.0)):
-        found = schedule.where_it_pays(site, config)
+        found = schedule.where_it_pays(site, config, fewest or 0)
         if isinstance(found, Reason):
             reasons.append(found)
-        elif found is not None and host_bound is not None and any(map(_loses_if_host_bound, found)):
-            reasons = [host_bound]
+        elif host_bound is not None and found is not None and any(_loses(p, fewest) for p in found):
+            reasons = [host_bound.reason]
         elif found is not None:
             plans[schedule.name] = found
+        elif host_bound is not None and fewest and schedule.where_it_pays(site, config) is not None:
+            reasons = [host_bound.reason]
     if not plans:
         return Decision(
             "kept",
@@ -75,11 +78,16 @@ def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None = N
     return Decision("overlapped", "analytic", _with(estimate, first))
 
 
-def _loses_if_host_bound(piece: PlanPiece) -> bool:
-    """Whether ``piece`` may be slower than the graph as written if the host limits the graph. Outside of CUDA
-    graphs, only pieces that overlap may be slower, because ``small_message`` saves launches. In a CUDA graph,
-    every schedule may be slower, because the hosts wait for each other before a replay."""
-    return piece.schedule != "keep" and (piece.overlaps or captured_by_inductor())
+def _loses(piece: PlanPiece, fewest: int | None) -> bool:
+    """Whether ``piece`` may be slower than the graph as written, because it serves sizes at which the host limits the
+    graph. Outside of CUDA graphs, only pieces that overlap may be slower, because ``small_message`` saves launches. In
+    a CUDA graph, every schedule may be slower, because the hosts wait for each other before a replay.
+
+    Args:
+        fewest: the smallest number of tokens at which the host is not the limit, or ``None``.
+    """
+    below = fewest is None or piece.tokens[0] < fewest
+    return below and piece.schedule != "keep" and (piece.overlaps or captured_by_inductor())
 
 
 def _with(estimate: dict[str, float], pieces: list[PlanPiece]) -> list[PlanPiece]:

@@ -11,10 +11,10 @@ import torch
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import Decision
-from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.machine import machine_for
 from overlap_inductor.passes import overlap_pass
 from overlap_inductor.passes import plan as planner
+from overlap_inductor.passes.host_time import HostLimit
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites import sizes as site_sizes
 from overlap_inductor.sites.nodes import OverlapSite
@@ -92,7 +92,7 @@ def test_a_rewrite_adds_no_epilogue_that_was_not_planned(two: None) -> None:
 def test_a_later_ring_reads_the_result_of_an_epilogue(kind: str, two: None, monkeypatch: pytest.MonkeyPatch) -> None:
     real, schedules = planner.plan, iter(["fused", "ring"])
 
-    def plan(site: OverlapSite, config: OverlapConfig, host_bound: Reason | None) -> Decision:
+    def plan(site: OverlapSite, config: OverlapConfig, host_bound: HostLimit | None) -> Decision:
         return real(site, dataclasses.replace(config, schedule=next(schedules)))
 
     monkeypatch.setattr(overlap_pass.planner, "plan", plan)

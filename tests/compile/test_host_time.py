@@ -42,10 +42,17 @@ def through(graph: HandGraph, x: fx.Node, number: int) -> fx.Node:
     return x
 
 
-def layers(tokens: int, number: int, **switches: str) -> OverlapReport:
+def layers(tokens: int, number: int, dynamic: bool = False, **switches: str) -> OverlapReport:
     graph = HandGraph()
-    x = through(graph, graph.input(tokens, 8192, dtype=BF16), number)
+    x = through(graph, graph.input(tokens, 8192, dtype=BF16, dynamic=[0] if dynamic else []), number)
     return graph.output(x).run(**{"schedule": "auto", **switches})
+
+
+def served(report: OverlapReport) -> list[tuple[str, int, int | None]]:
+    """``(schedule, first and last token count)`` of each piece of the plan. All sites must have the same plan."""
+    plans = [[(p.schedule, *p.tokens) for p in s.decision.plan] for s in report.sites]
+    assert all(plan == plans[0] for plan in plans)
+    return plans[0]
 
 
 def codes(report: OverlapReport) -> list[str]:
@@ -92,6 +99,32 @@ def test_a_cuda_graph_is_one_launch() -> None:
         assert codes(layers(16, 12)) == ["small_message"] * 12
         report = layers(16, 2, machine='{"graph_seconds": 1e-9}')
     assert codes(report) == ["small_message"] * 2
+
+
+@pytest.mark.parametrize("example", [64, 1024, 2048, 8192])
+def test_dynamic_tokens_are_overlapped_from_the_count_on_at_which_the_gpu_is_the_limit(example: int) -> None:
+    """2048 is the first power of two at which the GPU needs 2.2 times as long as the host. The estimate of one site
+    alone pays from fewer tokens on."""
+    plan = served(layers(example, 2, dynamic=True))
+    assert plan[0][0] == "small_message" and plan[1][0] == "keep" and plan[1][2] == 2047
+    schedule, first, _ = plan[2]
+    assert schedule in ("chunked", "fused") and first == 2048
+    alone = served(layers(example, 2, dynamic=True, machine='{"launch_seconds": 1e-9, "call_seconds": 1e-9}'))
+    assert next(first for name, first, _ in alone if name == schedule) < 2048
+
+
+def test_dynamic_tokens_of_a_graph_that_is_always_host_bound() -> None:
+    slow = '{"launch_seconds": 1, "call_seconds": 1}'
+    plan = served(layers(2048, 2, dynamic=True, machine=slow))
+    assert [schedule for schedule, _, _ in plan] == ["small_message", "keep"]
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert codes(layers(2048, 2, dynamic=True, machine='{"graph_seconds": 100}')) == ["host_bound"] * 2
+
+
+def test_a_cuda_graph_of_few_dynamic_tokens_has_no_small_message() -> None:
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        plan = served(layers(64, 2, dynamic=True))
+    assert [schedule for schedule, _, _ in plan][:2] == ["keep", "chunked"] and plan[1][1] == 2048
 
 
 def test_a_forced_schedule_and_a_stated_host_time_are_obeyed() -> None:

@@ -176,7 +176,7 @@ class Pairs:
         sizes, machine = sizes_at(site), machine_of(site, config)
         return max(cost_model.matmul_seconds(sizes, machine), cost_model.collective_seconds(sizes, machine))
 
-    def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
+    def where_it_pays(self, site: OverlapSite, config: OverlapConfig, fewest: int = 0) -> list[PlanPiece]:
         return self.forced(site, config)
 
     def joined(self, site: OverlapSite, own: Any, others: Any) -> None:

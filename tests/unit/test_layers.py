@@ -44,26 +44,42 @@ def row(variant: str, ms: float, **fields: Any) -> dict[str, Any]:
 def test_the_settings_reach_the_ranks() -> None:
     options = layers.parsed(
         ["--layers", "1", "--hidden", "64", "--variants", "ring", "--phases", "decode", "training"]
-        + ["--set", "sub_chunks=2"]
+        + ["--set", "sub_chunks=2", "--ranks", "2", "--megabits", "500"]
     )
-    settings = layers.settings_of(options, 500)
+    megabits, settings = layers.on_link(options, 0, 1e11)
+    assert megabits == 500 and settings.link == "500 Mbit/s"
     assert Settings.from_json(json.dumps(dataclasses.asdict(settings))) == settings
     assert (settings.sizes.layers, settings.sizes.hidden, settings.sizes.ffn) == (1, 64, layers.CPU.ffn)
     assert settings.switches == {"sub_chunks": "2"}
     assert settings.cases == (("decode", 1, 1), ("training", 1, 1024))
     told = json.loads(OverlapConfig(machine=settings.machine).machine or "")
-    assert told["link_bytes"] == 6.25e7 and 1e9 < told["matmul_flops"]["4"] < 1e13
+    assert told == {"link_bytes": 6.25e7, "matmul_flops": {"4": 1e11}}
+    assert 1e9 < layers.matmul_rate() < 1e13
+
+
+def test_the_link_s_rate_makes_matmuls_and_transfers_take_equally_long() -> None:
+    """A layer of 2 ranks multiplies 12.84e6 weights by each token, half of them on each rank. Its two all-reduces send
+    each of the 1024 fp32 features once."""
+    options = layers.parsed([])
+    assert options.ranks == [2, 4] and layers.on_link(options, 0, 1e11)[0] == 500
+    seconds_of_matmuls, seconds_of_transfers = 12.84e6 / 1e11, 2 * 1024 * 4 / (500e6 / 8)
+    assert seconds_of_matmuls == pytest.approx(seconds_of_transfers, rel=0.05)
+    assert layers.on_link(options, 1, 1e11)[0] == 750
+    assert layers.on_link(layers.parsed(["--kv-heads", "8"]), 0, 1e11)[0] == 550
 
 
 def test_cases_are_those_asked_for() -> None:
     options = layers.parsed("--device cuda --phases forward decode --tokens 64 128 --batches 2".split())
-    assert layers.settings_of(options, None).cases == (("forward", 1, 64), ("forward", 1, 128), ("decode", 2, 1))
-    assert [layers.settings_of(layers.parsed([]), 1000, n).sizes.hidden for n in (2, 4)] == [1024, 2048]
-    everything = layers.settings_of(layers.parsed(["--device", "cuda"]), None)
+    found = layers.settings_of(options, layers.CUDA, "GPUs of one host", "")
+    assert found.cases == (("forward", 1, 64), ("forward", 1, 128), ("decode", 2, 1))
+    assert [layers.sizes_of(layers.parsed([]), n).hidden for n in (2, 4)] == [1024, 2048]
+    options = layers.parsed(["--device", "cuda"])
+    everything = layers.settings_of(options, layers.sizes_of(options, 2), "GPUs of one host", "")
+    assert everything.sizes == layers.CUDA
     assert everything.cases == tuple(layers.CUDA_CASES) and everything.machine == ""
 
 
-@pytest.mark.parametrize("words", [["--ranks", "2", "4", "8"], ["--set", "sub_chunks"]])
+@pytest.mark.parametrize("words", [["--ranks", "2", "4", "--megabits", "500"], ["--set", "sub_chunks"]])
 def test_bad_arguments_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit):
         layers.parsed(words)

@@ -67,7 +67,9 @@ class EarlyStart:
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
         return cost.seconds(sizes_at(site), machine_of(site, config))
 
-    def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
+    def where_it_pays(
+        self, site: OverlapSite, config: OverlapConfig, fewest: int = 0
+    ) -> list[PlanPiece] | Reason | None:
         """The sizes of the example inputs decide whether the schedule pays, because one order of attention and
         exchange serves all token counts."""
         if not has_example(site):

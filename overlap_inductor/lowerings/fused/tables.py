@@ -62,9 +62,9 @@ class TableSchedule(OneOpSchedule):
             return super().seconds(site, config)
         return table_cost.seconds(sizes_at(site), machine_of(site, config))
 
-    def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
+    def where_it_pays(self, site: OverlapSite, config: OverlapConfig, fewest: int = 0) -> list[PlanPiece] | None:
         if not _is_table(site):
-            return super().where_it_pays(site, config)
+            return super().where_it_pays(site, config, fewest)
         return self.forced(site, config) if table_cost.pays(sizes_at(site), machine_of(site, config)) else None
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:

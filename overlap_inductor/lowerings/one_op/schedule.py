@@ -267,7 +267,7 @@ class OneOpSchedule:
         behind = cost_model.matmul_seconds(sizes_at(site), machine) - cost_model.matmul_seconds(own, machine)
         return self.cost(own, machine) + behind
 
-    def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
+    def where_it_pays(self, site: OverlapSite, config: OverlapConfig, fewest: int = 0) -> list[PlanPiece] | None:
         machine, own = machine_of(site, config), served(site)
         if isinstance(own.nodes.tokens, int):
             # Only calls whose tensors have the addresses of an earlier call are replayed. With a dynamic token count,
@@ -277,7 +277,9 @@ class OneOpSchedule:
         example = max(hint(own.nodes.tokens), 1)
         counts = (2**exponent for exponent in range(config.max_tokens.bit_length()))
         threshold = next((n for n in counts if self.pays(sizes_at(own, n / example), machine)), None)
-        return None if threshold is None else self.pieces(site, config, threshold)
+        if threshold is None or fewest > config.max_tokens:
+            return None
+        return self.pieces(site, config, max(threshold, fewest))
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
         if self.needed is None:

@@ -102,7 +102,9 @@ class RingSchedule:
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
         return cost_of_ring.seconds(sizes_at(site), machine_of(site, config), _parameters(site, config)["sub_chunks"])
 
-    def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | Reason | None:
+    def where_it_pays(
+        self, site: OverlapSite, config: OverlapConfig, fewest: int = 0
+    ) -> list[PlanPiece] | Reason | None:
         if not has_example(site):
             return Reason(
                 "dynamic_shape",
@@ -123,6 +125,7 @@ class RingSchedule:
                 f"the ring pays from about {threshold} tokens on, but no op for this site can choose by the token count"
                 " at run time",
             )
+        threshold = max(threshold, fewest)
         parameters = {**_parameters(site, config), "min_rows": threshold}
         ring = PlanPiece(self.name, _transport(config).name, (threshold, None), parameters)
         return [PlanPiece("keep", None, (0, threshold - 1)), ring]

@@ -115,7 +115,7 @@ class SmallMessageSchedule:
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
         return cost.seconds(sizes_at(site), machine_of(site, config))
 
-    def where_it_pays(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece] | None:
+    def where_it_pays(self, site: OverlapSite, config: OverlapConfig, fewest: int = 0) -> list[PlanPiece] | None:
         most = _most_rows(site)
         # With dynamic rows, only the largest small message is estimated. For fewer rows the kernel pays all the more,
         # because the plain collective has the larger fixed cost.
