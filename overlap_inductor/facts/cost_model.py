@@ -48,6 +48,9 @@ class SiteSizes:
             For ``attention_all_to_all`` it is also set, but not used.
         memory: bytes that lookups in tables read and write.
         lookups: number of ops such as ``embedding_bag``, each of which looks up rows in a table.
+        repeated: bytes that each piece of the matmuls but the first reads again, or writes. If M or N is cut, this is
+            the operand without that dim. If K is cut, each piece is added to the product: it reads and writes the whole
+            product.
         skipped: the part of ``flops`` that the program as written does not compute: causal attention skips masked keys.
     """
 
@@ -66,6 +69,7 @@ class SiteSizes:
     memory: float = 0.0
     lookups: int = 0
     weights: float = 0.0
+    repeated: float = 0.0
     skipped: float = 0.0
 
 

@@ -26,6 +26,9 @@ class Machine:
             ``fused`` and ``wave_groups`` pay. Schedule ``chunked`` may pay with fewer tiles if its launches are
             replayed as one CUDA graph.
         memory_bytes: B/s that a memory-bound kernel or a lookup reads and writes. One H100 reached 2.72e12.
+        packing_bytes: B/s at which a matmul that is cut into pieces reads again, for each piece, an operand that is not
+            cut. One core: 11.5 MB in 0.56 to 0.84 ms (fp32, 16 or 32 pieces of 1024 rows in place of one). Very large
+            on GPUs, whose matmuls read operands while they compute.
         lookup_seconds: fixed cost of one lookup in a table. On an H100, 64 calls of ``embedding_bag`` took 680 us.
             Their reads and writes alone would take 50 us.
         launch_seconds: host time of two launches together: a matmul, and one kernel of pointwise ops before or after
@@ -33,8 +36,9 @@ class Machine:
         call_seconds: host time of a collective and its wait; 0 on a CPU. On one host, two layers of Llama took 1.6 ms
             with 5 collectives, and 1.1 ms without. On another host, they took 2.7 ms with 5 collectives, and 1.9 ms
             without.
-        graph_seconds: host time of one call of a graph that Inductor replays as a CUDA graph. On 4 H200s, two layers of
-            Llama-70B decoded one token in 0.42 to 0.77 ms without collectives. The GPU reads their weights in 0.2 ms.
+        graph_seconds: host time of one call of a graph that Inductor replays as a CUDA graph. On 4 H200s, plain steps
+            of two layers of Llama-70B took 0.5 to 0.8 ms for one sequence and 0.94 ms for 16 sequences. The GPU reads
+            their weights in 0.3 ms.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Machine:
     overlapped_efficiency: float
     least_tiles: int = 200
     memory_bytes: float = 2.7e12
+    packing_bytes: float = 1e18
     lookup_seconds: float = 0.0
     launch_seconds: float = 0.0
     call_seconds: float = 0.0
@@ -66,11 +71,13 @@ _CUDA = Machine(
     lookup_seconds=1e-5,
     launch_seconds=4e-5,
     call_seconds=1.3e-4,
-    graph_seconds=7e-4,
+    graph_seconds=1e-3,
 )
 _MACHINES = {
     # ``memory_bytes``: one core read 8.5e9 B/s in embedding_bag with 8 rows for each bag, and 4.2e10 with 64 rows.
-    "cpu": Machine("cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93, memory_bytes=2e10),
+    "cpu": Machine(
+        "cpu", {8: 2e10, 4: 5e10, 2: 5e10, 1: 5e10}, 1e9, 100e-6, 200e-6, 0.93, memory_bytes=2e10, packing_bytes=1.6e10
+    ),
     "cuda": _CUDA,
     # GPUs that cannot access each other's memory: two H200s with NCCL_P2P_DISABLE=1 moved 25 to 29 GB/s through the
     # host. Schedule ``wave_groups`` ran 1.34 to 1.54 times as fast as the plain graph, and schedule ``ring`` 0.82 to

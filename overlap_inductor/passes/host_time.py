@@ -19,7 +19,8 @@ layers of Llama-70B decoded one token 0.73 to 0.85 times as fast with ``small_me
 
 The forward and the backward of a joint graph have estimates of their own. A graph with symbolic sizes serves many
 token counts. The GPU's time grows with the count, the host's time does not. So there is a count from which on the host
-is not the limit (``HostLimit.factor``), and sites are overlapped from this count on. The times are not compared if
+is not the limit (``HostLimit.factor``). ``passes.host_guard`` gives the smaller counts a graph of their own. The times
+are not compared if
 
 - an estimate covers only one collective, and the graph is not captured. Schedule ``chunked`` itself compares the
   GPU's time for the site with the host's time to launch the site (``chunked/cost.py``);

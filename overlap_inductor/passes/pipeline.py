@@ -8,6 +8,7 @@ custom passes.
     JOINT      the joint graph, before the partitioner chooses what is saved for backward; also inference graphs
                pass "permutations": notes, for the backward graph, which index tensors hold each index once
                pass "sequence_parallel": all-reduces become reduce-scatters, work behind them runs on a rank's rows
+               pass "host_guard": adds guards, so that a graph for few dynamic tokens may stay as written
     POST_GRAD  forward, backward and inference graphs, each on its own
                pass "overlap": collectives and the matmuls beside them become overlap ops
 
@@ -92,6 +93,17 @@ class SequenceParallel:
         sequence_parallel.run_sequence_parallel(graph, context.config, context.refusal)
 
 
+class HostGuard:
+    """Runs ``passes.host_guard``."""
+
+    name, version = "host_guard", ""
+
+    def run(self, graph: fx.Graph, context: GraphContext) -> None:
+        from overlap_inductor.passes import host_guard
+
+        host_guard.guard_counts(graph, context.config, context.refusal)
+
+
 class Permutations:
     """Runs ``sites.permutations``: notes which index tensors hold each index once."""
 
@@ -106,6 +118,7 @@ class Permutations:
 PIPELINE: list[tuple[str, GraphPass]] = [
     (JOINT, Permutations()),
     (JOINT, SequenceParallel()),
+    (JOINT, HostGuard()),
     (POST_GRAD, Overlap()),
 ]
 

@@ -36,6 +36,7 @@ from overlap_inductor.sites.sizes import has_example
 from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
+from overlap_inductor.torch_compat.guards import surely
 
 
 def plan(site: OverlapSite, config: OverlapConfig, host_bound: HostLimit | None = None) -> Decision:
@@ -52,12 +53,12 @@ def plan(site: OverlapSite, config: OverlapConfig, host_bound: HostLimit | None 
     if config.schedule != "auto":
         return Decision("overlapped", "forced", _with(estimate, able[0].forced(site, config)))
     reasons, plans = [], {}
-    fewest = host_bound.fewest(site.nodes.tokens) if host_bound is not None else 0
+    fewest = _fewest(site, host_bound)
     for schedule in sorted(able, key=lambda s: estimate.get(s.name, 0.0)):
         found = schedule.where_it_pays(site, config, fewest or 0)
         if isinstance(found, Reason):
             reasons.append(found)
-        elif host_bound is not None and found is not None and any(_loses(p, fewest) for p in found):
+        elif host_bound is not None and found is not None and any(_loses(p, site, fewest) for p in found):
             reasons = [host_bound.reason]
         elif found is not None:
             plans[schedule.name] = found
@@ -78,16 +79,25 @@ def plan(site: OverlapSite, config: OverlapConfig, host_bound: HostLimit | None 
     return Decision("overlapped", "analytic", _with(estimate, first))
 
 
-def _loses(piece: PlanPiece, fewest: int | None) -> bool:
+def _fewest(site: OverlapSite, host_bound: HostLimit | None) -> int | None:
+    """The smallest number of the site's tokens at which the host is not the limit. ``None`` if the graph serves no such
+    number."""
+    tokens = site.nodes.tokens
+    fewest = host_bound.fewest(tokens) if host_bound is not None else 0
+    return None if fewest and surely(tokens < fewest) else fewest
+
+
+def _loses(piece: PlanPiece, site: OverlapSite, fewest: int | None) -> bool:
     """Whether ``piece`` may be slower than the graph as written, because it serves sizes at which the host limits the
-    graph. Outside of CUDA graphs, only pieces that overlap may be slower, because ``small_message`` saves launches. In
-    a CUDA graph, every schedule may be slower, because the hosts wait for each other before a replay.
+    graph. ``small_message`` may be faster, because its launches are replayed; but not with a dynamic number of tokens,
+    and not in a CUDA graph, before whose replay the hosts wait for each other.
 
     Args:
         fewest: the smallest number of tokens at which the host is not the limit, or ``None``.
     """
     below = fewest is None or piece.tokens[0] < fewest
-    return below and piece.schedule != "keep" and (piece.overlaps or captured_by_inductor())
+    replays = not piece.overlaps and isinstance(site.nodes.tokens, int) and not captured_by_inductor()
+    return below and piece.schedule != "keep" and not replays
 
 
 def _with(estimate: dict[str, float], pieces: list[PlanPiece]) -> list[PlanPiece]:

@@ -33,6 +33,8 @@ from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.target import target
 
+_PACKED = ("mm", "addmm", "bmm", "baddbmm")
+"""Kinds of matmuls (``MatmulNode.kind``) whose operands a CPU's library packs anew for each piece."""
 _scale: ContextVar[float] = ContextVar("overlap_inductor_scale", default=1.0)
 
 
@@ -94,6 +96,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     moved = moved_by(site.nodes.moved[0])
     sent = sum(moved_by(collective).bytes_sent for collective in site.nodes.moved)
     itemsize = tools.dtype(site.matmuls[0].factors[0]).itemsize
+    cut = [(m, s, r) for m, s, r in zip(site.matmuls, sizes, site.nodes.roles, strict=True) if m.kind in _PACKED]
     gathered = sum(map(_local_bytes, site.nodes.moved)) * (moved.world_size if moved.gathers else 1)
     handed_out = gathered if site.nodes.hands_out_gathered() else 0.0
     return dataclasses.replace(
@@ -108,6 +111,8 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         received=sent * scale if moved.exchanges and site.nodes.is_sum else 0.0,
         contracted=sent * scale if moved.exchanges and set(site.nodes.roles) == {"K"} else 0.0,
         memory=sum(s.memory for s in sizes) * scale,
+        # Not scaled: the tokens are the dim that is cut.
+        repeated=sum(_repeated(s, role, tools.dtype(m.node).itemsize) for m, s, role in cut),
         lookups=sum(s.memory > 0 for s in sizes),
         weights=sum(
             _weights(m, hint(s.m) * scale)
@@ -130,6 +135,13 @@ def _weights(matmul: GroupedNode, rows: float) -> float:
     read."""
     experts, *sizes = map(hint, tools.shape(matmul.rhs))
     return float(min(experts, rows) * math.prod(sizes) * tools.dtype(matmul.rhs).itemsize)
+
+
+def _repeated(sizes: MatmulSizes, cut: str, itemsize: int) -> float:
+    """``SiteSizes.repeated`` of one matmul whose dim ``cut`` is cut."""
+    batch, m, n, k = _example_sizes(sizes)
+    elements = {"M": [n, k], "N": [m, k], "K": [2, m, n]}.get(cut)
+    return float(math.prod(map(hint, [*batch, *elements]))) * itemsize if elements else 0.0
 
 
 def moved_by(collective: CollectiveNode) -> cost_model.SiteSizes:

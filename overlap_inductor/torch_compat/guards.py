@@ -59,6 +59,14 @@ def same_without_floors(a: Any, b: Any) -> bool:
     return bool(sympy.expand(one - other) == 0)
 
 
+def surely(condition: Any) -> bool:
+    """Whether ``condition``, a bool or ``SymBool``, is known to be true for all sizes that the graph serves. Adds no
+    guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(condition))
+
+
 def decide(condition: Any) -> bool:
     """Decide ``condition``, a bool or ``SymBool``, by the sizes of the first call. A ``SymBool``'s answer
     becomes a guard."""

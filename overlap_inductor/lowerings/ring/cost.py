@@ -24,14 +24,21 @@ def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
     - one piece of the shorter of them, which stays exposed;
     - a fixed cost for each step.
 
-    Each piece of a grouped matmul reads the experts' weights again. The matmul takes at least the time of these reads.
+    The matmul includes what each of its pieces reads again (``SiteSizes.repeated``). Each piece of a grouped matmul reads
+    the experts' weights again, and the matmul takes at least the time of these reads.
     """
     read = sizes.world_size * parts * sizes.weights / machine.memory_bytes
-    matmul = max(matmul_seconds(sizes, machine) / machine.overlapped_efficiency, read)
+    again = ((sizes.world_size - 1) * parts) * again_seconds(sizes, machine)
+    matmul = max((matmul_seconds(sizes, machine) + again) / machine.overlapped_efficiency, read)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     steps = sizes.legs * (sizes.world_size - 1) * parts
     exposed = min(matmul, wire) / (sizes.world_size * parts)
     return max(matmul, wire) + exposed + steps * machine.step_seconds
+
+
+def again_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """Seconds that each piece of the matmuls but the first adds."""
+    return sizes.repeated / machine.packing_bytes
 
 
 def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts import cost_model
 from overlap_inductor.facts.machine import Machine
+from overlap_inductor.lowerings.ring.cost import again_seconds
 from overlap_inductor.lowerings.ring.unrolled_bands import scatter_groups
 from overlap_inductor.passes.sequence.seams.find import Seam
 from overlap_inductor.sites import graph_tools as tools
@@ -34,10 +35,12 @@ norm become about two kernels."""
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one site: its matmuls, and the transfer of the bytes that a rank sends."""
+    """Seconds of one site: its matmuls, the transfer of the bytes that a rank sends, and what each piece of the matmuls
+    adds."""
 
     matmul: float
     wire: float
+    again: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,9 @@ class Clocks:
         self.compute = self.link = 0.0
         self.waited = [0.0, 0.0]
 
-    def multiply(self, seconds: float) -> None:
-        self.compute += seconds
+    def multiply(self, work: Work, pieces: float) -> None:
+        """``pieces``: how many pieces of its size would be the whole matmul."""
+        self.compute += work.matmul / pieces + work.again
 
     def send(self, seconds: float) -> float:
         """The time at which the piece arrives. All ranks send at once, so receiving takes as long as sending."""
@@ -83,15 +87,15 @@ def in_turn(scatter: Work, gather: Work, world_size: int, parts: Sequence[int]) 
     clocks, (sent, received) = Clocks(), [(world_size - 1) * n for n in parts]
     arrivals = []
     for _ in range(sent):
-        clocks.multiply(scatter.matmul / (world_size * parts[0]))
+        clocks.multiply(scatter, world_size * parts[0])
         arrivals.append(clocks.send(scatter.wire / sent))
-    clocks.multiply(scatter.matmul / world_size)
+    clocks.multiply(scatter, world_size)
     clocks.wait(0, arrivals[-1])
     arrivals = [clocks.send(gather.wire / received) for _ in range(received)]
-    clocks.multiply(gather.matmul / world_size)
+    clocks.multiply(gather, world_size)
     for arrival in arrivals:
         clocks.wait(1, arrival)
-        clocks.multiply(gather.matmul / (world_size * parts[1]))
+        clocks.multiply(gather, world_size * parts[1])
     return clocks
 
 
@@ -101,19 +105,19 @@ def in_bands(scatter: Work, gather: Work, world_size: int, bands: int, groups: S
     clocks, scattered = Clocks(), []
     for _ in range(bands):
         for ranks in groups or [1] * (world_size - 1):
-            clocks.multiply(ranks * scatter.matmul / (world_size * bands))
+            clocks.multiply(scatter, world_size * bands / ranks)
             for _ in range(ranks):
                 arrival = clocks.send(scatter.wire / (world_size - 1) / bands)
         scattered.append(arrival)
-    clocks.multiply(scatter.matmul / world_size)
+    clocks.multiply(scatter, world_size)
     gathered = []
     for arrival in scattered:
         clocks.wait(0, arrival)
         gathered.append(clocks.send(gather.wire / bands))
-        clocks.multiply(gather.matmul / (world_size * bands))
+        clocks.multiply(gather, world_size * bands)
     for arrival in gathered:
         clocks.wait(1, arrival)
-        clocks.multiply(gather.matmul * (world_size - 1) / (world_size * bands))
+        clocks.multiply(gather, world_size * bands / (world_size - 1))
     return clocks
 
 
@@ -147,5 +151,6 @@ def copy_seconds(seam: Seam, machine: Machine) -> float:
 
 def _work(site: DecidedSite, config: OverlapConfig) -> Work:
     sizes, machine = sizes_at(site), machine_of(site, config)
-    matmul = cost_model.matmul_seconds(sizes, machine) / machine.overlapped_efficiency
-    return Work(matmul, sizes.bytes_sent / machine.link_bytes)
+    matmul, again = cost_model.matmul_seconds(sizes, machine), again_seconds(sizes, machine)
+    matmul, again = matmul / machine.overlapped_efficiency, again / machine.overlapped_efficiency
+    return Work(matmul, sizes.bytes_sent / machine.link_bytes, again)
