@@ -8,6 +8,9 @@ section 2). Before and after, for the scatter of an unrolled ring::
     dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
+Likewise for a gather between two ranks, which starts all its transfers at once. With more ranks, a later wait also
+passes shards on, so only gathers in bands are used.
+
 For a collective that stays in the graph::
 
     dw = mm(dy^T, x)                                  g = all_gather(e)
@@ -47,6 +50,8 @@ from overlap_inductor.torch_compat.step_values import mark
 overlap = torch.ops.overlap_inductor
 SITE = "overlap_site"
 """Metadata of a step: the id of its site."""
+_GATHER_STEP_ARGUMENTS = 8
+"""Number of arguments of ``gather_step``, with ``computed``."""
 LEAST = 0.1
 """A matmul moves only if the remaining exposed time is longer than this fraction of the matmul's time. A move costs
 memory: a delayed matmul keeps its operands for longer."""
@@ -64,17 +69,17 @@ class Transfer:
 def delay(
     graph: fx.Graph,
     exposed: Mapping[str, float],
-    in_bands: Collection[str],
+    at_once: Collection[str],
     kept: Iterable[Transfer],
-    flops_per_second: float,
+    rates: Mapping[int, float],
 ) -> dict[fx.Node, set[fx.Node]]:
     """Move matmuls under the transfers of unrolled rings and of collectives that stay in the graph.
 
     Args:
         exposed: for each site's id, the estimated seconds of its exposed transfers.
-        in_bands: the ids of the sites that are written in bands.
+        at_once: the ids of the sites that start all their transfers before the first wait.
         kept: the collectives that stay in the graph.
-        flops_per_second: the rate of a matmul.
+        rates: FLOP/s of a matmul, by bytes of an element of its left operand.
 
     Returns:
         For each wait of ``kept`` to which matmuls moved, these matmuls. They must come before the wait.
@@ -82,11 +87,12 @@ def delay(
     _hold_under_experts(graph)
     order: dict[fx.Node, set[fx.Node]] = {}
     free = [n for n in graph.nodes if _may_wait(n)]
-    for transfer in sorted([*_sites(graph, exposed, in_bands), *kept], key=lambda t: t.wait):
+    # The longest exposed time comes first, because a matmul can hide only one transfer.
+    for transfer in sorted([*_sites(graph, exposed, at_once), *kept], key=lambda t: -t.seconds):
         wait, left = transfer.wait, transfer.seconds
         under: list[fx.Node] = []
         for node in reversed([n for n in free if n < wait]):
-            seconds = _flops(node) / flops_per_second
+            seconds = _seconds(node, rates)
             if left <= LEAST * seconds:
                 continue
             behind = _computed_from(node)
@@ -102,19 +108,21 @@ def delay(
     return order
 
 
-def _sites(graph: fx.Graph, exposed: Mapping[str, float], in_bands: Collection[str]) -> Iterator[Transfer]:
-    """The transfers of sites with one wait and of sites in bands, each from the last send to the first wait. A matmul
-    before this wait can hide the transfers of all bands."""
+def _sites(graph: fx.Graph, exposed: Mapping[str, float], at_once: Collection[str]) -> Iterator[Transfer]:
+    """The transfers of sites with one wait and of the sites ``at_once``, each from the last send to the first wait. A
+    matmul before this wait can hide all the site's transfers."""
+    starting = overlap.exchange_send.default, overlap.gather_start.default
+    waiting = overlap.exchange_wait.default, overlap.gather_step.default
     sends: dict[str, fx.Node] = {}
     waits: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         site = node.meta.get(SITE)
-        if site in exposed and node.target is overlap.exchange_send.default:
+        if site in exposed and node.target in starting:
             sends[site] = node
-        elif site in exposed and node.target is overlap.exchange_wait.default:
+        elif site in exposed and node.target in waiting:
             waits.setdefault(site, []).append(node)
     for site, found in waits.items():
-        if (len(found) == 1 or site in in_bands) and site in sends and sends[site] < found[0]:
+        if (len(found) == 1 or site in at_once) and site in sends and sends[site] < found[0]:
             yield Transfer(sends[site], found[0], exposed[site])
 
 
@@ -213,12 +221,17 @@ def _moved(node: fx.Node, behind: list[fx.Node], wait: fx.Node, token: fx.Node) 
 
 def _wait_for(wait: fx.Node, under: list[fx.Node]) -> None:
     """Make ``wait`` run after ``under``."""
-    chain, buffer, sent, *others = wait.args
-    wait.args = (chain, buffer, [*sent, *under], *others)
+    if wait.target is overlap.gather_step.default:
+        *settings, computed = wait.args if len(wait.args) == _GATHER_STEP_ARGUMENTS else (*wait.args, [])
+        wait.args = (*settings, [*computed, *under])
+    else:
+        chain, buffer, sent, *others = wait.args
+        wait.args = (chain, buffer, [*sent, *under], *others)
     mark(wait)
 
 
-def _flops(node: fx.Node) -> float:
+def _seconds(node: fx.Node, rates: Mapping[int, float]) -> float:
     matmul = matmuls.parse(node)
     assert matmul is not None
-    return 2.0 * tools.numel(tools.shape(node)) * tools.shape(matmul.lhs)[-1]
+    rate = rates.get(tools.dtype(matmul.lhs).itemsize, min(rates.values()))
+    return 2.0 * tools.numel(tools.shape(node)) * tools.shape(matmul.lhs)[-1] / rate

@@ -81,7 +81,7 @@ class Rewriter:
         """
         define_ops()
         moved = exchange_steps.footprints(sites, self.config)
-        exposed, flops = _exposed(sites), min(min(machine_of(s, self.config).matmul_flops.values()) for s in sites)
+        exposed, rates = _exposed(sites), machine_of(sites[0], self.config).matmul_flops
         with warnings.catch_warnings():
             # Arguments hold symbolic sizes, which Inductor prints into its code.
             warnings.filterwarnings("ignore", message="Raw SymInt value")
@@ -95,8 +95,9 @@ class Rewriter:
             self.current = None
             self._write_seams()
         self.graph.eliminate_dead_code()
-        in_bands = {site.facts.id for seam in self.seams for site in (seam.scatter, seam.gather)}
-        for wait, under in delayed_matmuls.delay(self.graph, exposed, in_bands, self._kept(), flops).items():
+        at_once = {site.facts.id for seam in self.seams for site in (seam.scatter, seam.gather)}
+        at_once |= {site.facts.id for site in sites if site.facts.collective.world_size == 2}
+        for wait, under in delayed_matmuls.delay(self.graph, exposed, at_once, self._kept(), rates).items():
             self.order.setdefault(wait, set()).update(under)
         self._chain_kept_collectives()
         live = set(self.graph.nodes)

@@ -50,7 +50,7 @@ def test_a_gradient_runs_under_a_gather_that_is_no_site() -> None:
 
 def test_an_op_that_waits_itself_is_left_alone() -> None:
     """DTensor changes the sharded dim with one op that also waits for its transfer. So no matmul can run under it."""
-    with fake_group(2) as group:
+    with fake_group(4) as group:
         made = HandGraph()
         dw = made.mm(made.input(64, 8, name="dy"), made.input(*SMALL, name="features"))
         y = made.mm(made.gather(made.input(8, 16)), made.input(16, 32, name="w"))
@@ -69,7 +69,27 @@ def test_a_gradient_stays_where_it_does_not_help() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_gradient_runs_under_a_scatter_in_bands(world_size: int) -> None:
+def test_a_gradient_runs_under_a_gather_of_two_ranks(world_size: int) -> None:
+    """Two ranks start all sends of a gather at once. With four ranks, the first wait also passes a shard on, so the
+    gradient stays in front of the gather."""
+    with fake_group(world_size):
+        made = HandGraph()
+        dw = made.mm(made.input(64, 8, name="dy"), made.input(*SMALL, name="features"))
+        y = made.mm(made.gather(made.input(512, 16)), made.input(16, 32, name="w"))
+        report = made.output(y, dw).run(sub_chunks=2)
+    assert not report.failures and [s.decision.status for s in report.sites] == ["overlapped"]
+    lines = report.after.splitlines()
+    start, gradient, wait = (
+        _place(lines, text) for text in ("gather_start.default", "[64, 2000] = aten.mm", "gather_step.d")
+    )
+    if world_size == 2:
+        assert start < gradient < wait and "[after_default]" in lines[wait]
+    else:
+        assert gradient < start < wait
+
+
+@pytest.mark.parametrize(("world_size", "pattern"), [(2, "all_gather_matmul"), (4, "matmul_reduce_scatter")])
+def test_a_gradient_runs_under_the_longer_transfer_of_a_seam_in_bands(world_size: int, pattern: str) -> None:
     """The gradient runs between the last send and the first wait. Only the first wait needs an edge to the gradient."""
     with fake_group(world_size):
         made = HandGraph()
@@ -78,11 +98,11 @@ def test_a_gradient_runs_under_a_scatter_in_bands(world_size: int) -> None:
         dw = made.mm(columns, made.input(*SMALL, name="features"))
         rows = made.call(aten.relu.default, made.scatter(made.mm(x, w)))
         report = made.output(made.mm(made.gather(rows), up), dw).run(is_inference=False, sub_chunks=2)
-    scatter, _ = report.sites
+    longer = next(s for s in report.sites if s.facts.pattern == pattern)
     assert [s.decision.moving.parameters["bands"] for s in report.sites] == [2, 2] and not report.failures
     lines = report.after.splitlines()
     sends, waits = (
-        [i for i, line in enumerate(lines) if f".{op}.default(" in line and f"'{scatter.facts.id}'" in line]
+        [i for i, line in enumerate(lines) if f".{op}.default(" in line and f"'{longer.facts.id}'" in line]
         for op in ("exchange_send", "exchange_wait")
     )
     gradient, ordered = _place(lines, "[64, 2000] = aten.mm"), _place(lines, "[64, 2000] = overlap_inductor.after")

@@ -24,8 +24,8 @@ def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
     - one piece of the shorter of them, which stays exposed;
     - a fixed cost for each step.
 
-    The matmul includes what each of its pieces reads again (``SiteSizes.repeated``). Each piece of a grouped matmul reads
-    the experts' weights again, and the matmul takes at least the time of these reads.
+    The matmul includes what each of its pieces reads again (``SiteSizes.repeated``). Each piece of a grouped matmul
+    reads the experts' weights again, and the matmul takes at least the time of these reads.
     """
     read = sizes.world_size * parts * sizes.weights / machine.memory_bytes
     again = ((sizes.world_size - 1) * parts) * again_seconds(sizes, machine)
