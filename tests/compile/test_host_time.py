@@ -141,6 +141,17 @@ def test_no_guard_is_added_if_no_schedule_is_chosen_by_the_host(switches: dict[s
     assert not graph.shapes.guards
 
 
+def test_a_failure_adds_no_guard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no sites today")
+
+    monkeypatch.setattr(host_guard.SiteFinder, "run", fail)
+    graph = HandGraph()
+    graph.output(through(graph, graph.input(64, 8192, dtype=BF16, dynamic=[0]), 2))
+    host_guard.guard_counts(graph.graph, OverlapConfig(schedule="auto"), None)
+    assert not graph.shapes.guards and "adding guards for token counts failed" in caplog.text
+
+
 def test_dynamic_tokens_of_a_graph_that_is_always_host_bound() -> None:
     slow = '{"launch_seconds": 1, "call_seconds": 1}'
     assert codes(layers(2048, 2, dynamic=True, machine=slow)) == ["host_bound"] * 2
