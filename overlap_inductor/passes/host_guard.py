@@ -31,7 +31,6 @@ from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.collectives import find_collectives
 from overlap_inductor.torch_compat.guards import decide
 
-
 log = logging.getLogger("overlap_inductor")
 
 
