@@ -217,8 +217,13 @@ class _Dims:
                 raise LayoutError(
                     "a dim of the collective's input belongs to different dims of two matmuls; expected the same dim"
                 )
-        if not any(_same(run, other) for other in self.runs[dim]):
-            self.runs[dim].append(run)
+        mine = _keys(run)
+        for other in map(_keys, self.runs[dim]):
+            if mine == other:
+                return
+            if not set(mine).isdisjoint(other):
+                raise LayoutError("two matmuls have the elements of a dim in different orders; expected the same order")
+        self.runs[dim].append(run)
 
     def whole(self, atoms: list[Atom]) -> int:
         """The dim that consists of exactly these atoms. Raises ``LayoutError`` if there is none."""
@@ -248,6 +253,10 @@ def _key(atom: Atom) -> int | str:
     """A key of an atom. All rank atoms (atoms that count the ranks) share one key, because a ``cat`` that moves the
     rank atom to another dim makes a new rank atom."""
     return "rank" if atom.rank else id(atom)
+
+
+def _keys(run: list[Atom]) -> list[int | str]:
+    return list(map(_key, _present(run)))
 
 
 def _present(run: list[Atom]) -> list[Atom]:
