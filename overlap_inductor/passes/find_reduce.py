@@ -322,10 +322,12 @@ def _site(
 def reads_a_result(tracer: Tracer) -> Reason | None:
     """The obstacle if a plain tensor is computed from a leaf, or ``None``. Such a plain tensor needs the leaf's whole
     result."""
+    # Only a node of the region with a reader outside can lead to a plain tensor. The collective reads the root.
+    if all(u in tracer.region for n in tracer.region if n is not tracer.root for u in n.users):
+        return None
     for leaf in tracer.leaves:
         known: dict[fx.Node, bool] = {}
-        forks = any(u not in tracer.region for u in leaf.node.users)
-        for node in tracer.externals if forks else []:
+        for node in tracer.externals:
             if node not in tracer.region and tools.depends_on(node, leaf.node, known):
                 where = f"{node.name} ({node.target}) is between {leaf.node.name} and the collective"
                 return Reason("op_between", f"{where} and cannot be computed in pieces")
