@@ -39,6 +39,7 @@ def test_site_is_found(name: str) -> None:
         "rms norm",
         "experts, reduced",
         "columns of two matmuls concatenated, reduced",
+        "a loop of experts, reduced",
         "gathered along the batch",
         "int8, reduced",
     ],
