@@ -299,7 +299,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
         (SCATTER, ["mm M"]),
     ),
     "a bias for each row of a square result, reduced": (
-        lambda x, w, b: reduce(((x @ w).t() + b).t().contiguous()),
+        lambda x, w, b: reduce(((x @ w).t() + b).contiguous()),
         lambda n: [(6, 16), (16, 6), (6,)],
         (REDUCE, ["mm M"]),
     ),
