@@ -13,9 +13,9 @@ from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from tests.compile.readings import facts
 from tests.compile.readings import misses
 from tests.compile.readings import summary
+from tests.support.expert_layers import gated
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of
-from tests.support.row_wise_programs import gated
 from tests.support.row_wise_programs import reduce
 from tests.support.spellings import world
 

@@ -19,12 +19,12 @@ from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
 from tests.support.expert_layers import LOADS
 from tests.support.expert_layers import LoopedExperts
+from tests.support.expert_layers import gated
 from tests.support.expert_layers import inputs
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.graph_text import waste
 from tests.support.interpreted import interpreted
-from tests.support.row_wise_programs import gated
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 """The limit of the relative error for each dtype of the tokens."""

@@ -33,6 +33,21 @@ def inputs(tokens: int, loads: str = "random") -> tuple[Any, ...]:
     return x, LOADS[loads](tokens, made), torch.rand(tokens, SMALL.chosen, generator=made).bfloat16()
 
 
+def gated(
+    x: torch.Tensor,
+    shares: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
+) -> torch.Tensor:
+    """A loop over experts ``up [experts, h, inner]``, ``down [experts, inner, h]``. Expert e counts with the factor
+    ``shares[..., e]``."""
+    out = torch.zeros_like(x)
+    for e in range(up.shape[0]):
+        out = out + shares[..., e : e + 1] * (activation(x @ up[e]) @ down[e])
+    return out
+
+
 class BiasedExperts(Experts):
     """``GptOssExperts`` of ``transformers``: each expert has biases, and the columns of gate and values alternate."""
 

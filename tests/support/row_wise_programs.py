@@ -15,6 +15,7 @@ from bench.support.hand_written import ScatterTokens
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.expert_layers import gated
 from tests.support.spellings import GATHER
 from tests.support.spellings import REDUCE
 from tests.support.spellings import SCATTER
@@ -43,21 +44,6 @@ def int8(x: torch.Tensor) -> torch.Tensor:
 def trained_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """The reduce-scatter of the sum of the experts' results, with a backward."""
     return ScatterTokens.apply((x.relu() @ w).sum(0), 0, world())
-
-
-def gated(
-    x: torch.Tensor,
-    shares: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
-) -> torch.Tensor:
-    """A loop over experts ``up [experts, h, inner]``, ``down [experts, inner, h]``. Expert e counts with the factor
-    ``shares[..., e]``."""
-    out = torch.zeros_like(x)
-    for e in range(up.shape[0]):
-        out = out + shares[..., e : e + 1] * (activation(x @ up[e]) @ down[e])
-    return out
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
