@@ -58,8 +58,11 @@ def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
 
     - the sum has a row that no matmul can take;
     - the sum holds anything else (a factor, a scalar);
-    - the sum does not hold each matmul's result exactly once.
+    - the sum does not hold each matmul's result exactly once;
+    - the site has a ``Region``: a single row of it need not have one value for each column.
     """
+    if nodes.region is not None:
+        return None
     leaves = {m.node: m for m in nodes.leaves}
     found: list[fx.Node] = []
     rows: list[fx.Node] = []

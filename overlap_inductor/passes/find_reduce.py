@@ -320,13 +320,16 @@ def _site(
 
 
 def reads_a_result(tracer: Tracer) -> Reason | None:
-    """The obstacle if a plain tensor is computed from a leaf, or ``None``. Such a plain tensor needs the leaf's whole
-    result."""
+    """The obstacle if a plain tensor, or an operand of a leaf, is computed from a leaf; else ``None``. Such a tensor
+    needs the whole result of the leaf from which it is computed."""
+    read = [(n, [n]) for n in tracer.externals if n not in tracer.region]
+    for matmul in tracer.leaves:
+        bias = [matmul.bias] if matmul.bias is not None and matmul.bias not in tracer.unfolded else []
+        read.append((matmul.node, [matmul.lhs, matmul.rhs, *bias]))
     for leaf in tracer.leaves:
         known: dict[fx.Node, bool] = {}
-        forks = any(u not in tracer.region for u in leaf.node.users)
-        for node in tracer.externals if forks else []:
-            if node not in tracer.region and tools.depends_on(node, leaf.node, known):
+        for node, operands in read:
+            if any(tools.depends_on(n, leaf.node, known) for n in operands):
                 where = f"{node.name} ({node.target}) is between {leaf.node.name} and the collective"
                 return Reason("op_between", f"{where} and cannot be computed in pieces")
     return None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ``matmuls -> sum over a dim, or cat -> collective``, where a sum or a ``cat`` changes the shape of the matmuls'
-results. A *sum* is any op of ``REDUCTIONS``. As in ``passes.find_reduce``, the *region* is the matmuls and the ops from
-them to the collective. A *plain tensor* is a tensor that the region reads and does not compute.
+"""Find ``matmuls -> sum over a dim, or cat, or op that broadcasts -> collective``. A sum or a ``cat`` changes the shape
+of the matmuls' results. A *sum* is any op of ``REDUCTIONS``. An op *broadcasts* a tensor that has fewer elements than
+its result. As in ``passes.find_reduce``, the *region* is the matmuls and the ops from them to the collective. A *plain
+tensor* is a tensor that the region reads and does not compute. Only plain tensors may be broadcast.
 
 A piece keeps the matmuls' dims, and a dim that was summed has size 1. The graph before, and the pieces that the rewrite
 computes (R ranks, E experts)::
@@ -10,8 +11,10 @@ computes (R ranks, E experts)::
         pieces [E, part of t, h] -> [1, part of t, h]
     mm [R t] [a], mm [R t] [b] -> cat(dim=1)              -> [R t] [a + b]
         pieces [part of t, a], [part of t, b] -> [part of t, a + b]
+    mm [R t] [h] -> mul by gate [R t] [1], and the same for each other expert; add -> [R t] [h]
+        pieces [part of t, h], each mm times [part of t, 1]
 
-The dim that is cut must be neither summed nor joined.
+The dim that is cut must be neither summed nor joined. A plain tensor that has this dim is cut, too.
 """
 
 from __future__ import annotations
@@ -44,18 +47,20 @@ STEPS = 16
 
 
 class _RegionTracer(Tracer):
-    """Also follows a sum or a ``cat`` that is computed from a matmul. (An atom is a dim, or a factor of a dim:
-    ``layouts.Atom``.)
+    """Also follows a sum or a ``cat`` that is computed from a matmul, and finds the layouts of tensors that are
+    broadcast. (An atom is a dim, or a factor of a dim: ``layouts.Atom``.)
 
     Attributes:
         reduced: for each sum, the atoms of the summed dims.
         parts: for each ``cat``, the atom of the joined dim in each of its inputs.
+        broadcast: for each tensor that is broadcast, an op that reads it.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self.reduced: dict[fx.Node, list[Atom]] = {}
         self.parts: dict[fx.Node, list[Atom]] = {}
+        self.broadcast: dict[fx.Node, fx.Node] = {}
 
     def leaf(self, node: fx.Node) -> matmuls.MatmulNode | None:
         return _leaf(node)
@@ -102,11 +107,13 @@ class _RegionTracer(Tracer):
             )
             if source in self.layouts and not self.layouts[source].same_elements(mine):
                 raise LayoutError(f"{source.name} is read in two different layouts; expected one")
-            if _has_matmul(source):
+            if source in self.region:
                 raise LayoutError(
-                    f"{node.name} broadcasts {source.name}, which is computed from a matmul; expected equal shapes"
+                    f"{node.name} broadcasts {source.name}, which the site computes, too; expected equal shapes"
                 )
             self.layouts[source] = mine
+            if not tools.is_scalar_like(source):
+                self.broadcast[source] = node
             self._external(source)
 
 
@@ -153,7 +160,7 @@ def find(
         tracer = traced(collectives, owned, (), _RegionTracer)
         assert isinstance(tracer, _RegionTracer)
         if (
-            not (tracer.reduced or tracer.parts or any(m.inner for m in tracer.leaves))
+            not (tracer.reduced or tracer.parts or tracer.broadcast or any(m.inner for m in tracer.leaves))
             or not tracer.leaves
             or tracer.obstacle is not None
             or any(m.node in owned for m in tracer.leaves)
@@ -217,8 +224,13 @@ class _Dims:
                 raise LayoutError(
                     "a dim of the collective's input belongs to different dims of two matmuls; expected the same dim"
                 )
-        if not any(_same(run, other) for other in self.runs[dim]):
-            self.runs[dim].append(run)
+        mine = _keys(run)
+        for other in map(_keys, self.runs[dim]):
+            if mine == other:
+                return
+            if not set(mine).isdisjoint(other):
+                raise LayoutError("two matmuls have the elements of a dim in different orders; expected the same order")
+        self.runs[dim].append(run)
 
     def whole(self, atoms: list[Atom]) -> int:
         """The dim that consists of exactly these atoms. Raises ``LayoutError`` if there is none."""
@@ -248,6 +260,10 @@ def _key(atom: Atom) -> int | str:
     """A key of an atom. All rank atoms (atoms that count the ranks) share one key, because a ``cat`` that moves the
     rank atom to another dim makes a new rank atom."""
     return "rank" if atom.rank else id(atom)
+
+
+def _keys(run: list[Atom]) -> list[int | str]:
+    return list(map(_key, _present(run)))
 
 
 def _present(run: list[Atom]) -> list[Atom]:
@@ -296,4 +312,4 @@ def _region(tracer: _RegionTracer, collective: CollectiveNode) -> tuple[Region, 
     if cut in joined.values():
         raise LayoutError("a cat joins matmuls along the dim that must be cut; expected another dim")
     places = {node: dims.place(node, tracer.layouts[node]) for node in tracer.externals if node not in tracer.region}
-    return Region(reduced, joined, places, cut, layout), sharded
+    return Region(reduced, joined, tracer.broadcast, places, cut, layout), sharded

@@ -139,15 +139,15 @@ def parse(node: fx.Node) -> MatmulNode | None:
 
 
 def folded(matmul: MatmulNode) -> list[fx.Node]:
-    """The matmuls whose sum is the bias of ``matmul``: Inductor writes ``x @ a + y @ b`` as ``addmm(x @ a, y, b)``.
-    Empty for any other bias, or if a term cannot be cut or has another reader."""
+    """The matmuls whose sum is the bias of ``matmul``: Inductor writes ``x @ a + y @ b`` as ``addmm(x @ a, y, b)``. A
+    term may be scaled or cast. Empty for any other bias, or if a term cannot be cut or has another reader."""
     bias = matmul.bias
     return (bias is not None and matmul.kind == "addmm" and _summed(bias, matmul.node)) or []
 
 
 def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
-    """The matmuls (``mm`` and ``addmm`` that can be cut) of which ``node`` is the sum, else ``None``. ``user`` must be
-    the only reader of ``node``, read it once and have its shape."""
+    """The matmuls (``mm`` and ``addmm`` that can be cut) of which ``node`` is the sum, each perhaps scaled or cast;
+    else ``None``. ``user`` must be the only reader of ``node``, read it once and have its shape."""
     if set(node.users) != {user} or user.args.count(node) != 1 or not tools.is_tensor(node):
         return None
     if not tools.same_shape(node, user):
@@ -160,10 +160,22 @@ def _summed(node: fx.Node, user: fx.Node) -> list[fx.Node] | None:
             and not any(tools.has_unbacked(tools.shape(n)) for n in (matmul.lhs, matmul.rhs))
         )
         return [node] if plain else None
+    if (source := _scaled(node)) is not None:
+        return _summed(source, node)
     if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
         return None
     terms = [_summed(a, node) for a in node.args]
     return None if None in terms else [n for term in terms for n in term]  # type: ignore[union-attr]
+
+
+def _scaled(node: fx.Node) -> fx.Node | None:
+    """The tensor that ``node`` casts, or multiplies by a number or by a tensor of fewer elements; else ``None``."""
+    if tools.is_cast(node) and not tools.is_bitcast(node):
+        return node.args[0]
+    if node.target is not aten.mul.Tensor or node.kwargs:
+        return None
+    whole = [a for a in node.args if tools.is_tensor(a) and tools.same_shape(a, node)]
+    return whole[0] if len(whole) == 1 else None
 
 
 Slicer = Callable[[fx.Node, int], fx.Node]

@@ -24,12 +24,13 @@ from overlap_inductor.sites.placement import Placement
 
 @dataclass(frozen=True)
 class Region:
-    """The reductions over dims, and the ``cat`` ops, between matmuls and collective (``passes.find_region``). Dims are
-    numbered as in the matmuls' results.
+    """The reductions over dims, the ``cat`` ops, and the ops that broadcast, between matmuls and collective
+    (``passes.find_region``). Dims are numbered as in the matmuls' results.
 
     Attributes:
         reduced: for each reduction, the dims that it reduces.
         joined: for each ``cat``, the dim along which it joins.
+        broadcast: for each tensor with fewer elements than the result of an op that reads it, this op.
         places: for each tensor that the region reads from elsewhere, its layout.
         cut: the dim that is cut into pieces.
         layout: layout of the collective's input, over the dims that are not reduced.
@@ -37,6 +38,7 @@ class Region:
 
     reduced: dict[fx.Node, list[int]]
     joined: dict[fx.Node, int]
+    broadcast: dict[fx.Node, fx.Node]
     places: dict[fx.Node, Layout]
     cut: int
     layout: Layout

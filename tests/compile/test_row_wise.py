@@ -10,13 +10,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.compile.readings import codes
 from tests.compile.readings import facts
+from tests.compile.readings import traced
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of
 from tests.support.fake_group import reports_by_fields
 from tests.support.row_wise_programs import PROGRAMS
 from tests.support.row_wise_programs import TRAINED
 from tests.support.row_wise_programs import arguments
+from tests.support.row_wise_programs import reduce
 
 
 @pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in TRAINED])
@@ -36,6 +39,7 @@ def test_site_is_found(name: str) -> None:
         "rms norm",
         "experts, reduced",
         "columns of two matmuls concatenated, reduced",
+        "a loop of experts, reduced",
         "gathered along the batch",
         "int8, reduced",
     ],
@@ -57,3 +61,16 @@ def test_other_schedules_refuse(name: str) -> None:
             name == "rms norm" and schedule in ("wave_groups", "small_message")
         )
         assert (" matmuls and the collective" in site.decision.reasons[0].text) is between, schedule
+
+
+@pytest.mark.parametrize("dim", [1, 2], ids=["rows", "columns"])
+def test_matmuls_in_different_orders(dim: int) -> None:
+    """The rows (or columns) of the second matmul are permuted before the matmuls are added. Pieces of both matmuls
+    would add the wrong rows."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        permuted = (y @ w).unflatten(dim, (2, 4)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+        return reduce((x @ w + permuted).sum(0))
+
+    report = traced(fn, (3, 8, 16), (3, 8, 16), (3, 16, 8))
+    assert facts(report) == [] and codes(report) == ["layout"] and report.before == report.after

@@ -85,23 +85,26 @@ def test_merged_all_reduces_leave_nothing_behind() -> None:
     assert "_c10d_functional" not in report.after and not re.search(r"\[4, 8\] = aten\.mm", report.after)
 
 
-def test_vector_along_another_dim() -> None:
-    """After a permute or a view, an element of a vector no longer belongs to exactly one column of the matmul's result.
-    So there is no site."""
+def test_vector_along_the_rows() -> None:
+    """After a permute, an element of a vector belongs to one row of the matmul's result. So the vector is cut with the
+    rows, although it is as long as a row."""
     with fake_group(2):
         made = HandGraph()
         y = made.call(aten.permute.default, made.mm(made.input(8, 4), made.input(4, 8, name="w")), [1, 0])
-        permuted = made.output(made.reduce(made.call(aten.add.Tensor, y, made.input(8, name="b")))).run()
+        report = made.output(made.reduce(made.call(aten.add.Tensor, y, made.input(8, name="b")))).run(sub_chunks=1)
+    assert facts(report) == [("matmul_all_reduce", ["mm M"], "overlapped")]
+    assert re.search(r"float32\[8, 1\] = aten\.reshape\.default\(b", report.after)
+    assert len(re.findall(r"float32\[4, 1\] = overlap_inductor\.take", report.after)) == 2
+
+
+def test_vector_along_a_part_of_the_columns() -> None:
+    """After a view, an element of a vector belongs to several columns of the matmul's result. So there is no site."""
+    with fake_group(2):
         made = HandGraph()
         y = made.view(made.mm(made.input(8, 4), made.input(4, 6, name="w")), 8, 2, 3)
-        heads = made.output(made.scatter(made.call(aten.mul.Tensor, y, made.input(3, name="b")))).run()
-    for report in (permuted, heads):
-        assert (
-            facts(report) == []
-            and codes(report) == ["layout"]
-            and report.before == report.after
-            and report.notices == []
-        )
+        report = made.output(made.scatter(made.call(aten.mul.Tensor, y, made.input(3, name="b")))).run()
+    assert facts(report) == [] and codes(report) == ["layout"] and report.before == report.after
+    assert report.notices == []
 
 
 def test_a_scale_with_one_dim_keeps_its_promotion() -> None:

@@ -218,6 +218,30 @@ def test_softmax_between_is_a_near_miss(dim: int) -> None:
         assert report.before == report.after
 
 
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_part_of_an_activation_that_the_activation_reads(rows: bool) -> None:
+    """The first row (or column) of the activation multiplies the activation. It needs the whole matmul, so a site would
+    compute the matmul twice."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).relu()
+        return all_reduce(y * (y[:1] if rows else y[:, :1]), "sum", world())
+
+    report = traced(fn, (4, 16), (16, 8))
+    assert facts(report) == [] and codes(report) == ["op_between"] and report.before == report.after
+
+
+def test_a_matmul_of_a_result_that_is_added_to_it() -> None:
+    """The second matmul needs the whole result of the first one. A site of both would compute the first one twice."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        return all_reduce(y * 2 + (y @ v).relu(), "sum", world())
+
+    report = traced(fn, (4, 16), (16, 16), (16, 16))
+    assert facts(report) == [] and codes(report) == ["op_between"] and report.before == report.after
+
+
 def test_collective_alone() -> None:
     report = traced(lambda x: all_reduce(x, "sum", world()) * 2, (4, 16))
     assert facts(report) == [] and codes(report) == ["no_matmul"] and report.before == report.after

@@ -90,6 +90,10 @@ SAMPLE = [
     "int8, scaled and scattered",
     "experts of a sequence, with a bias, weighted",
     "columns of two matmuls concatenated, reduced",
+    "a loop of experts, reduced",
+    "a loop of experts of a sequence, scattered",
+    "a loop of experts, and one for all tokens",
+    "a bias for each row of a square result, reduced",
     "a layer, trained",
 ]
 """Some programs of each kind. ``tests/compile/test_row_wise.py`` checks the graphs of all programs."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of the layer ``bench.support.experts.Experts``, and two variants of the layer. The inputs divide the tokens
+"""Inputs of the layer ``bench.support.experts.Experts``, and variants of the layer. The inputs divide the tokens
 among the experts in several ways."""
 
 from __future__ import annotations
@@ -33,6 +33,21 @@ def inputs(tokens: int, loads: str = "random") -> tuple[Any, ...]:
     return x, LOADS[loads](tokens, made), torch.rand(tokens, SMALL.chosen, generator=made).bfloat16()
 
 
+def gated(
+    x: torch.Tensor,
+    shares: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Callable[[torch.Tensor], torch.Tensor] = F.silu,
+) -> torch.Tensor:
+    """A loop over experts ``up [experts, h, inner]``, ``down [experts, inner, h]``. Expert e counts with the factor
+    ``shares[..., e]``."""
+    out = torch.zeros_like(x)
+    for e in range(up.shape[0]):
+        out = out + shares[..., e : e + 1] * (activation(x @ up[e]) @ down[e])
+    return out
+
+
 class BiasedExperts(Experts):
     """``GptOssExperts`` of ``transformers``: each expert has biases, and the columns of gate and values alternate."""
 
@@ -62,6 +77,19 @@ class BiasedExperts(Experts):
     def _activated(self, y: torch.Tensor) -> torch.Tensor:
         gate, values = y[..., ::2].clamp(max=7.0), y[..., 1::2].clamp(-7.0, 7.0)
         return gate * torch.sigmoid(1.702 * gate) * (values + 1)
+
+
+class LoopedExperts(Experts):
+    """A loop computes each expert of the rank for all tokens ``x [T, hidden]``. The factor of an expert is ``[T, 1]``,
+    and 0 for the tokens that did not choose it."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(x)
+        for local, (up, down) in enumerate(zip(self.up.to(x.dtype), self.down.to(x.dtype), strict=True)):
+            expert = self.rank * self.local + local
+            share = (weights * (ids == expert)).sum(1, keepdim=True)
+            result = result + (self._expert(x, expert, up, down) * share).to(x.dtype)
+        return self.reduce(result)
 
 
 class ApartExperts(Experts):

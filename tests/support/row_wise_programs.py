@@ -15,6 +15,7 @@ from bench.support.hand_written import ScatterTokens
 from overlap_inductor.torch_compat.functional_collectives import all_gather
 from overlap_inductor.torch_compat.functional_collectives import all_reduce
 from overlap_inductor.torch_compat.functional_collectives import reduce_scatter
+from tests.support.expert_layers import gated
 from tests.support.spellings import GATHER
 from tests.support.spellings import REDUCE
 from tests.support.spellings import SCATTER
@@ -248,6 +249,46 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Shape]], Expe
         lambda n: [(2, 2 * n, 16), (16, 8), (16, 5)],
         (SCATTER, ["mm M", "mm M"]),
     ),
+    "a loop of experts, reduced": (
+        lambda *a: reduce(gated(*a)),
+        lambda n: [(7, 16), (7, 3), (3, 16, 4), (3, 4, 16)],
+        (REDUCE, ["mm M", "mm M", "mm M"]),
+    ),
+    "a loop of experts of a sequence, scattered": (
+        lambda *a: scatter(gated(*a), 1),
+        lambda n: [(2, 3 * n, 16), (2, 3 * n, 2), (2, 16, 4), (2, 4, 16)],
+        (SCATTER, ["mm M", "mm M"]),
+    ),
+    "a loop of experts, columns scattered": (
+        lambda *a: scatter(gated(*a), 1),
+        lambda n: [(5, 4 * n), (5, 2), (2, 4 * n, 3), (2, 3, 4 * n)],
+        (SCATTER, ["mm N", "mm N"]),
+    ),
+    "a loop of experts, and one for all tokens": (
+        lambda x, s, u, d, v, w: reduce(gated(x, s, u, d) + (x @ v).relu() @ w),
+        lambda n: [(7, 16), (7, 2), (2, 16, 4), (2, 4, 16), (16, 5), (5, 16)],
+        (REDUCE, ["addmm M", "mm M", "mm M"]),
+    ),
+    "a gate that a matmul computes, reduced": (
+        lambda x, g, w: reduce(torch.sigmoid(x @ g) * (x.relu() @ w)),
+        lambda n: [(7, 16), (16, 1), (16, 6)],
+        (REDUCE, ["mm M"]),
+    ),
+    "a gate for each row, gathered": (
+        lambda x, w, s: gather(x @ w * s),
+        lambda n: [(7, 16), (16, 6), (7, 1)],
+        ("matmul_all_gather", ["mm M"]),
+    ),
+    "a mask and a bias of rows, scattered": (
+        lambda x, w, s, b: scatter((x @ w).masked_fill(s > 0, 0.0) + b),
+        lambda n: [(4 * n, 16), (16, 6), (4 * n, 1), (6,)],
+        (SCATTER, ["mm M"]),
+    ),
+    "a bias for each row of a square result, reduced": (
+        lambda x, w, b: reduce(((x @ w).t() + b).contiguous()),
+        lambda n: [(6, 16), (16, 6), (6,)],
+        (REDUCE, ["mm M"]),
+    ),
     "a scalar bias, reduced": (
         lambda x, w, b: reduce(x @ w + b),
         lambda n: [(7, 16), (16, 6), ()],
@@ -289,10 +330,12 @@ OWN = {
     "a scalar bias, reduced",
     "a scalar bias, scattered",
     "a scalar bias, gathered",
+    "a loop of experts, reduced",
+    "a bias for each row of a square result, reduced",
 }
 """Some of the programs that no looping op can compute. In the first two, the scale (or the norm's weight) may differ
-between ranks. Each receiver must use its own scale, but a looping op would use the sender's. In the other three, the
-bias is a scalar."""
+between ranks. Each receiver must use its own scale, but a looping op would use the sender's. In the next three, the
+bias is a scalar. In the last two, a factor or a bias has one value for each row."""
 
 
 def arguments(name: str, world_size: int, generator: torch.Generator) -> list[torch.Tensor]:

@@ -99,6 +99,18 @@ def sum_of_experts(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, shares: 
     return all_reduce(y[back].view(x.shape[0], chosen, -1).sum(1), "sum", world())
 
 
+def loop_of_experts(
+    x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """As ``sum_of_experts``, but a loop computes each own expert for all tokens. The factor of an expert is 0 for the
+    tokens that did not choose it."""
+    out = torch.zeros_like(x)
+    for e in range(up.shape[0]):
+        share = (shares * (ids == e)).sum(-1, keepdim=True)
+        out = out + share * (F.silu(x @ up[e]) @ down[e])
+    return all_reduce(out, "sum", world())
+
+
 def uneven_parts(rows: int) -> tuple[list[int], list[int]]:
     """``(sizes of received parts, sizes of sent parts)`` of an all-to-all in which this rank sends all its rows to the
     first rank, and receives as many rows from it."""
@@ -151,6 +163,16 @@ STRUCTURES: dict[str, tuple[Function, tuple[Make, ...]]] = {
             lambda ranks: torch.randn(4, 16, 8).bfloat16(),
             lambda ranks: torch.arange(4 * ranks).view(-1, 2) % 6,
             lambda ranks: torch.rand(2 * ranks, 2).bfloat16(),
+        ),
+    ),
+    "loop of experts": (
+        loop_of_experts,
+        (
+            lambda ranks: torch.randn(2 * ranks, 16),
+            lambda ranks: torch.arange(4 * ranks).view(-1, 2) % 6,
+            lambda ranks: torch.rand(2 * ranks, 2),
+            lambda ranks: torch.randn(2, 16, 8),
+            lambda ranks: torch.randn(2, 8, 16),
         ),
     ),
     "softmax between": (lambda x, w: torch.softmax(all_gather(x, 0, world()), 0) @ w, (x2, weight)),

@@ -418,8 +418,8 @@ def _() -> OverlapReport:
 @case("layout", "near_miss", "reduction")
 def _() -> OverlapReport:
     made = HandGraph()
-    y = made.mm(made.input(4, 16), weight(made))
-    return made.output(made.reduce(made.call(aten.mul.Tensor, y, made.input(4, 1, name="per_row")))).run()
+    y = made.view(made.mm(made.input(4, 16), weight(made)), 2, 2, 8)
+    return made.output(made.reduce(made.call(aten.mul.Tensor, y, made.input(2, 1, 1, name="per_batch")))).run()
 
 
 @case("op_between", "near_miss", "reduction")

@@ -41,7 +41,10 @@ class ReduceRows:
 
     def computed_between(self, site: OverlapSite) -> fx.Node | None:
         region = nodes_of(site, ReduceNodes).region
-        return next(iter((*region.reduced, *region.joined)), None) if region is not None else None
+        if region is None:
+            return None
+        broadcasting = (op for tensor, op in region.broadcast.items() if not is_row(tensor))
+        return next(iter((*region.reduced, *region.joined, *broadcasting)), None)
 
     def slice_sizes(self, site: OverlapSite, left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
         return int(left.shape[1]), int(right.shape[1])
