@@ -101,6 +101,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace-steps", type=int, default=3, help="number of steps of a variant to profile")
     parser.add_argument("--out", type=Path, help="the file to which rows are added")
     options = parser.parse_args(arguments)
+    if options.repeats < 2:
+        parser.error("--repeats must be at least 2, because rows hold percentiles")
     if not all("=" in word for word in options.set):
         parser.error("--set takes SWITCH=VALUE")
     if options.device == "cpu" and options.megabits and len(options.ranks) != len(options.megabits):

@@ -79,7 +79,9 @@ def test_cases_are_those_asked_for() -> None:
     assert everything.cases == tuple(layers.CUDA_CASES) and everything.machine == ""
 
 
-@pytest.mark.parametrize("words", [["--ranks", "2", "4", "--megabits", "500"], ["--set", "sub_chunks"]])
+@pytest.mark.parametrize(
+    "words", [["--ranks", "2", "4", "--megabits", "500"], ["--set", "sub_chunks"], ["--repeats", "1"]]
+)
 def test_bad_arguments_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit):
         layers.parsed(words)
