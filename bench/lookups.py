@@ -34,6 +34,7 @@ from bench import rows
 from bench.support.gpu_ranks import device as gpu
 from bench.support.gpu_ranks import finish_rank
 from bench.support.gpu_ranks import start_rank
+from bench.support.lookups import TOLERANCE
 from bench.support.lookups import LookupCase
 from bench.support.lookups import LookupSite
 from bench.timing import Clock
@@ -42,8 +43,6 @@ from bench.timing import in_turn
 
 PATTERN = "embedding_all_to_all"
 SCHEDULES = ("fused", "ring")
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""The largest error that is allowed, relative to the largest element."""
 WORKSPACE_MIB = 16384
 
 

@@ -10,6 +10,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""The largest error that is allowed, relative to the largest element."""
+
 
 @dataclass(frozen=True)
 class LookupCase:
@@ -53,11 +56,12 @@ class LookupCase:
 
 
 class LookupSite:
-    """The operands of a case. ``operands`` are the arguments of ``plain``."""
+    """The operands of a case on ``rank``; default: this rank. ``operands`` are the arguments of ``plain``."""
 
-    def __init__(self, case: LookupCase, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, case: LookupCase, device: torch.device, seed: int = 0, rank: int | None = None) -> None:
         self.case, self.group = case, dist.group.WORLD
-        generator = torch.Generator(device).manual_seed(1000 * dist.get_rank() + seed)
+        rank = dist.get_rank() if rank is None else rank
+        generator = torch.Generator(device).manual_seed(1000 * rank + seed)
         kind = {"device": device, "generator": generator}
         self.tables = [torch.randn(case.height, case.width, dtype=case.dtype, **kind) for _ in range(case.tables)]
         self.offsets = [self._offsets(kind) for _ in self.tables] if case.pooling else []
@@ -99,7 +103,11 @@ class LookupSite:
         return funcol.wait_tensor(funcol.all_to_all_single(pooled, None, None, self.group))
 
     def expected(self) -> torch.Tensor:
-        """The right result: rows or their sums or means in fp64, table by table, exchanged by the group's backend."""
+        """The right result in fp64, exchanged by the group's backend."""
+        return self.exchange(torch.cat(self.pooled(), 1))
+
+    def pooled(self) -> list[torch.Tensor]:
+        """The right results of each table in fp64, before the exchange: rows, or their sums or means."""
         pooled = []
         for n, table in enumerate(self.tables):
             wide, indices = table.double(), self.indices[n]
@@ -110,4 +118,4 @@ class LookupSite:
             rows = wide[indices] * (self.samples[n].double()[:, None] if self.samples else 1)
             found = torch.segment_reduce(rows, "sum", lengths=lengths, axis=0, initial=0)
             pooled.append(found / lengths.clamp(min=1)[:, None] if self.case.mode == "mean" else found)
-        return self.exchange(torch.cat(pooled, 1))
+        return pooled

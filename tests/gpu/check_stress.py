@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks schedules ``fused``, ``chunked``, ``small_message`` and ``wave_groups`` on GPUs under stress. Of the
-patterns that they compute, only ``embedding_all_to_all`` is left out.
+"""Checks every pattern of schedules ``fused``, ``chunked``, ``small_message`` and ``wave_groups`` on GPUs under stress.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_stress [--iterations 10000] [--only delays poison] \\
         [--schedules fused chunked small_message wave_groups] [--patterns matmul_all_to_all all_to_all_matmul]
+    torchrun --nproc-per-node 2 -m tests.gpu.check_stress --patterns embedding_all_to_all
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m tests.gpu.check_stress --iterations 2000
     CUDA_MODULE_LOADING=LAZY torchrun --nproc-per-node 2 -m tests.gpu.check_stress --only lazy     # also with EAGER
 

@@ -30,6 +30,7 @@ import overlap_inductor
 from bench.support.gpu_ranks import device
 from bench.support.gpu_ranks import finish_rank
 from bench.support.gpu_ranks import start_rank
+from bench.support.lookups import TOLERANCE
 from bench.support.lookups import LookupCase
 from bench.support.lookups import LookupSite
 from tests.gpu.repeated import Repeated
@@ -40,7 +41,6 @@ from tests.support.dlrm import batch_of
 
 PATTERN = "embedding_all_to_all"
 HEIGHT = 5000
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def _cases(world_size: int) -> list[LookupCase]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import zlib
+from abc import ABC
+from abc import abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from overlap_inductor.lowerings.small_message import parameters as small_plan
 from overlap_inductor.runtime import workspace
 from overlap_inductor.torch_compat import symmetric
 from tests.gpu.repeated import Repeated
+from tests.gpu.stress_lookups import Lookups
 from tests.gpu.stress_patterns import Sizes
 from tests.gpu.stress_patterns import pattern_of
 from tests.gpu.stress_variants import REDUCE
@@ -38,7 +41,7 @@ of a site's workspace in turn. If two operands took turns, each half would alway
 that is left from an earlier call would have the right values, so no check would find it."""
 LIMIT = 2**33
 TOLERANCE = 2e-2
-"""The largest error that is allowed, relative to the largest element."""
+"""The largest error of a matmul that is allowed, relative to the largest element."""
 POISON = 0xFF
 """A number in fp16, bf16, fp32 or fp8 whose bytes all have this value is NaN."""
 dtype = torch.bfloat16
@@ -47,7 +50,8 @@ dtype = torch.bfloat16
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a call. In most patterns, a rank's whole matmul is ``[tokens, inner] @ [inner, columns]``. See
-    ``tests.gpu.stress_patterns`` for the others. Schedule ``small_message`` uses ``few`` tokens."""
+    ``tests.gpu.stress_patterns`` and ``tests.gpu.stress_lookups`` for the others. Schedule ``small_message`` uses
+    ``few`` tokens."""
 
     tokens: int
     few: int
@@ -68,26 +72,31 @@ class Call:
         shape: index of the call's shape.
         run: makes the call.
         exact: computes the right result in fp64.
+        tolerance: the largest error that is allowed, relative to the largest element.
     """
 
     name: str
     shape: int
     run: Callable[[], torch.Tensor]
     exact: Callable[[], torch.Tensor]
+    tolerance: float = TOLERANCE
+
+
+def _number(*seed: object) -> int:
+    return zlib.crc32(repr(seed).encode())
 
 
 def _drawn(*seed: object, size: tuple[int, int]) -> torch.Tensor:
-    generator = torch.Generator(gpu_ranks.device()).manual_seed(zlib.crc32(repr(seed).encode()))
+    generator = torch.Generator(gpu_ranks.device()).manual_seed(_number(*seed))
     return torch.randn(size, generator=generator, device=gpu_ranks.device()).to(dtype)
 
 
-class _Site:
+class _Site(ABC):
     """A site of ``variant`` in ``group``. Sites with equal seeds have equal inputs."""
 
     def __init__(self, variant: Variant, group: dist.ProcessGroup, name: str, seed: object) -> None:
         self.variant, self.group, self.name, self.seed = variant, group, name, seed
         self.rank, self.world_size = group.rank(), group.size()
-        self.pattern = pattern_of(variant)
         self.op = getattr(torch.ops.overlap_inductor, f"{variant.schedule}_{variant.pattern}").default
         self.chain = torch.zeros(1, dtype=torch.uint8, device=gpu_ranks.device())
 
@@ -98,18 +107,37 @@ class _Site:
     def request(self, shapes: Sequence[Shape]) -> list[Any]:
         """``[site, bytes, signals]`` for ``workspace.prepare``: enough for a call of any of ``shapes``. For schedule
         ``small_message``, the protocol is a fourth element."""
-        v, needs = self.variant, []
-        for shape in shapes:
-            sizes, settings = self.sizes(shape), v.settings(0)
-            if v.schedule == "small_message":
-                needs.append(small_plan.needed_up_to(settings, self.world_size, sizes.tokens, shape.columns, 2))
-            else:
-                plan: Any = fused_plan if v.schedule == "fused" else chunked_plan
-                parameters = plan.parameters_of(settings, symmetric.multiprocessors(gpu_ranks.device()))
-                matmul = self.pattern.left(sizes)[1], self.pattern.right(sizes)[1]
-                rows = self.pattern.planned_rows(sizes)
-                needs.append(plan.needed(self.pattern.planned_as, self.world_size, rows, *matmul, 2, parameters))
+        needs = [self.needed(self.sizes(shape)) for shape in shapes]
         return [self.name, max(n[0] for n in needs), max(n[1] for n in needs), *needs[0][2:]]
+
+    @abstractmethod
+    def needed(self, sizes: Sizes) -> Sequence[Any]:
+        """``(bytes, signals)`` of a call in the workspace. For schedule ``small_message``, also the protocol."""
+
+    @abstractmethod
+    def calls(self, shape: Shape, index: int) -> list[Call]:
+        """``INPUTS`` calls of ``shape``, whose index is ``index``."""
+
+
+class _MatmulSite(_Site):
+    """A site with a matmul. The calls of a shape have different left operands and the same right operand."""
+
+    def __init__(self, variant: Variant, group: dist.ProcessGroup, name: str, seed: object) -> None:
+        super().__init__(variant, group, name, seed)
+        self.pattern = pattern_of(variant)
+
+    def needed(self, sizes: Sizes) -> Sequence[Any]:
+        v, settings = self.variant, self.variant.settings(0)
+        if v.schedule == "small_message":
+            return small_plan.needed_up_to(settings, self.world_size, sizes.tokens, sizes.columns, 2)
+        plan: Any = fused_plan if v.schedule == "fused" else chunked_plan
+        parameters = plan.parameters_of(settings, symmetric.multiprocessors(gpu_ranks.device()))
+        matmul, rows = (self.pattern.left(sizes)[1], self.pattern.right(sizes)[1]), self.pattern.planned_rows(sizes)
+        return plan.needed(self.pattern.planned_as, self.world_size, rows, *matmul, 2, parameters)
+
+    def calls(self, shape: Shape, index: int) -> list[Call]:
+        right = self.right(self.rank, shape)
+        return [self.call(shape, index, number, right) for number in range(INPUTS)]
 
     def left(self, rank: int, shape: Shape, number: int) -> torch.Tensor:
         size = self.pattern.left(self.sizes(shape))
@@ -139,6 +167,32 @@ class _Site:
         return Call(self.name, index, run, exact)
 
 
+class _LookupSite(_Site):
+    """A site that looks up tables. Its calls have different tables and indices."""
+
+    def lookups(self, sizes: Sizes) -> Lookups:
+        assert self.variant.lookups is not None
+        return Lookups(self.variant.lookups, sizes)
+
+    def needed(self, sizes: Sizes) -> Sequence[Any]:
+        return self.lookups(sizes).needed()
+
+    def calls(self, shape: Shape, index: int) -> list[Call]:
+        return [self.call(self.lookups(self.sizes(shape)), index, number) for number in range(INPUTS)]
+
+    def call(self, lookups: Lookups, index: int, number: int) -> Call:
+        seed, saves = _number(self.seed, lookups.case.batch, number), lookups.way.saves and index % 2 == 1
+        settings, where = self.variant.settings(0), (self.group.group_name, self.name)
+        mine = lookups.drawn(self.rank, seed, gpu_ranks.device())
+        run = lookups.call(self.op, self.chain, mine, saves, settings, *where)
+
+        def exact() -> torch.Tensor:
+            every = [lookups.drawn(rank, seed, gpu_ranks.device()) for rank in range(self.world_size)]
+            return lookups.exact(every, self.rank, saves)
+
+        return Call(self.name, index, run, exact, lookups.tolerance)
+
+
 def sites(
     variant: Variant, group: dist.ProcessGroup, names: Sequence[str], shapes: Sequence[Shape] = SHAPES, seed: object = 0
 ) -> list[list[Call]]:
@@ -148,8 +202,9 @@ def sites(
     Returns each site's calls, with ``INPUTS`` inputs of each shape. The group's workspace has up to two parts (slots).
     If there are two, neighbouring sites have different slots. Equal seeds give equal inputs, also in another group.
     """
+    kind = _MatmulSite if variant.lookups is None else _LookupSite
     made = [
-        _Site(variant, group, f"{name} {variant.schedule} {variant.pattern} {variant.way}", (seed, i))
+        kind(variant, group, f"{name} {variant.schedule} {variant.pattern} {variant.way}", (seed, i))
         for i, name in enumerate(names)
     ]
     if variant.schedule != "wave_groups":
@@ -159,13 +214,7 @@ def sites(
         assert reason is None, reason
         # A site without room in the workspace would run the plain collective.
         assert not workspace.workspace_of(group, gpu_ranks.device()).without_room
-    found = []
-    for site in made:
-        rights = [site.right(site.rank, shape) for shape in shapes]
-        found.append(
-            [site.call(shape, i, number, rights[i]) for i, shape in enumerate(shapes) for number in range(INPUTS)]
-        )
-    return found
+    return [[call for i, shape in enumerate(shapes) for call in site.calls(shape, i)] for site in made]
 
 
 def first_results(calls: Sequence[Call]) -> list[Repeated]:

@@ -10,15 +10,39 @@ from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from overlap_inductor.lowerings.fused import parameters as fused_plan
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 SENT, RECEIVED, CONTRACTED = "matmul_all_to_all", "all_to_all_matmul", "contracted_all_to_all_matmul"
 """The patterns with an all-to-all. ``CONTRACTED`` is pattern ``RECEIVED`` whose matmul contracts the exchanged dim. It
 has an op of its own, so it counts as a pattern here."""
-PATTERNS = (GATHER, SCATTER, REDUCE, SENT, RECEIVED, CONTRACTED)
+LOOKED_UP = "embedding_all_to_all"
+PATTERNS = (GATHER, SCATTER, REDUCE, SENT, RECEIVED, CONTRACTED, LOOKED_UP)
 BANDED = {"parts": 2, "parts_from": 0}
 """The settings with which schedule ``fused`` cuts each shard into two bands, whatever the shard's size."""
+
+
+@dataclass(frozen=True)
+class LookupWay:
+    """How a variant of pattern ``LOOKED_UP`` looks up its tables.
+
+    Attributes:
+        mode, pooling: as in ``bench.support.lookups.LookupCase``. Bags have 0 to ``2 * pooling`` indices.
+        dtype, index: dtypes of the tables and of the indices.
+        last_offset: the offsets also hold the end of the last bag.
+        tables_first: what one rank sends to another is ordered by table, then by bag. Otherwise by bag, then by table.
+        saves: calls of every second shape also compute what the backward graph reads.
+    """
+
+    mode: str = "sum"
+    pooling: int = 5
+    dtype: torch.dtype = torch.float32
+    index: torch.dtype = torch.int64
+    last_offset: bool = True
+    tables_first: bool = False
+    saves: bool = False
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,7 @@ class Variant:
         way: the name of the way, for example a transport.
         fixed: the op's settings.
         by_columns: the ranks exchange slices of columns, not of rows. Set for pattern ``SENT`` only.
+        lookups: set for pattern ``LOOKED_UP`` only.
     """
 
     schedule: str
@@ -37,6 +62,12 @@ class Variant:
     way: str
     fixed: Mapping[str, Any]
     by_columns: bool = False
+    lookups: LookupWay | None = None
+
+    @property
+    def may_replay(self) -> bool:
+        """Whether the op replays repeated calls as CUDA graphs (``runtime.replay``)."""
+        return self.schedule != "wave_groups" and self.lookups is None
 
     def settings(self, rows: int) -> str:
         """The op's settings for a call. ``rows``: rows of a shard; for an all-reduce, of the whole matmul."""
@@ -48,15 +79,15 @@ class Variant:
 
 
 def variants(schedules: Sequence[str], replays: bool = True) -> list[Variant]:
-    """Every way of every pattern of these schedules. ``replays``: repeated calls are replayed as CUDA graphs
-    (``runtime.replay``)."""
-    found = [*_fused(), *_chunked()]
+    """Every way of every pattern of these schedules. ``replays``: repeated calls are replayed as CUDA graphs, if the
+    op can do so."""
+    found = [*_fused(), *_lookups(), *_chunked()]
     found += [
         Variant("small_message", REDUCE, way, {"two_shot": way == "two_shot"}) for way in ("one_shot", "two_shot")
     ]
     found += [Variant("wave_groups", p, "", {"free": [16]}) for p in (SCATTER, REDUCE)]
     if not replays:
-        found = [replace(v, fixed={**v.fixed, "replays": False}) if v.schedule != "wave_groups" else v for v in found]
+        found = [replace(v, fixed={**v.fixed, "replays": False}) if v.may_replay else v for v in found]
     return [v for v in found if v.schedule in schedules]
 
 
@@ -82,6 +113,19 @@ def _fused() -> list[Variant]:
         variant(CONTRACTED, "sm_push", **BANDED),
         variant(CONTRACTED, "copy_engine", **BANDED, copies_from=0),
     ]
+
+
+def _lookups() -> list[Variant]:
+    """Only ``mean`` saves results for the backward graph. For a sum, torch's op returns other shapes on CPUs."""
+    ways: dict[str, tuple[LookupWay, dict[str, Any]]] = {
+        "sum": (LookupWay(dtype=torch.bfloat16), {}),
+        "mean": (LookupWay("mean", 9, index=torch.int32, last_offset=False, tables_first=True, saves=True), {}),
+        "weighted": (LookupWay("weighted"), {}),
+        "rows": (LookupWay(pooling=0, dtype=torch.bfloat16, tables_first=True), {}),
+        # A sixth of the default number of blocks. So each block claims more pieces, and a piece has more bags.
+        "few blocks": (LookupWay(), {"blocks_an_sm": 1, "copies": 8}),
+    }
+    return [Variant("fused", LOOKED_UP, way, fixed, lookups=lookups) for way, (lookups, fixed) in ways.items()]
 
 
 def _chunked() -> list[Variant]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from bench.support import gpu_ranks
+from overlap_inductor.lowerings.fused import table_calls
 from overlap_inductor.transports.copy_engine import CopyEngine
 from tests.gpu import check_stress
 from tests.gpu import stress_scenarios
@@ -26,6 +27,7 @@ from tests.gpu import stress_variants
 from tests.gpu.repeated import Repeated
 from tests.gpu.stress_sites import Shape
 from tests.gpu.stress_variants import CONTRACTED
+from tests.gpu.stress_variants import LOOKED_UP
 from tests.gpu.stress_variants import RECEIVED
 from tests.gpu.stress_variants import REDUCE
 from tests.gpu.stress_variants import SCATTER
@@ -47,6 +49,7 @@ QUICK_EXCHANGES: list[Name] = [
     ("chunked", SENT, "columns, copy_engine"),
     ("chunked", RECEIVED, "in turn"),
     ("chunked", CONTRACTED, "copy_engine"),
+    ("fused", LOOKED_UP, "mean"),
 ]
 """Variants that have an all-to-all and that the interpreter runs quickly."""
 OTHER_EXCHANGES = [n for n in NAMES if n[1] in (SENT, RECEIVED, CONTRACTED) and n not in QUICK_EXCHANGES]
@@ -60,7 +63,11 @@ def _small_variants(schedules: Sequence[str], replays: bool) -> list[stress_vari
         "small_message": {"segment": 32, "warps": 4},
         "wave_groups": {**SMALL_TILES, "free": [1], "halves": False},
     }
-    return [replace(v, fixed={**v.fixed, **fixed[v.schedule]}) for v in plain_variants(schedules, replays)]
+    tables = {"blocks_an_sm": 2, "unroll": 4, "bags": 8, "most": 1, "copies": 2, "copy_words": 128}
+    return [
+        replace(v, fixed={**v.fixed, **(tables if v.pattern == LOOKED_UP else fixed[v.schedule])})
+        for v in plain_variants(schedules, replays)
+    ]
 
 
 def _chosen_variants(
@@ -108,14 +115,19 @@ def _capturable(calls: Sequence[stress_sites.Call]) -> list[Repeated]:
 
 
 def _run(
-    rank: int, world_size: int, folder: str, options: list[str], names: Sequence[Name], broken: bool = False
+    rank: int,
+    world_size: int,
+    folder: str,
+    options: list[str],
+    names: Sequence[Name],
+    break_calls: Callable[[], None] = lambda: None,
 ) -> int:
     """Run ``check_stress`` with ``options`` as one rank, on the CPU. Returns the number of pairs
     of a scenario and a variant that had wrong results.
 
     Args:
         names: the variants to run.
-        broken: leave out some copies (``_break_copies``).
+        break_calls: called before the run, to break some calls (``_break_copies``, ``_break_facts``).
     """
     use_shared_memory(folder)
     for name in ("synchronize", "_sleep"):
@@ -127,16 +139,14 @@ def _run(
     stress_sites.dtype, stress_sites.SHAPES = torch.float16, SHAPES
     stress_variants.variants = functools.partial(_chosen_variants, names)
     stress_scenarios.FOREIGN_SIZE, stress_scenarios.BESIDE_ELEMENTS, stress_scenarios.POISON_EVERY = 8, 64, 2
-    if broken:
-        _break_copies()
+    break_calls()
     return check_stress.check(check_stress.parsed(options), rank, world_size)
 
 
 def _break_copies() -> None:
     """Break the transport ``copy_engine``: every third transfer sends its signals but no data. The transfers for the
     first results, before the first call of ``drawn_calls``, stay whole."""
-    plain_prepare, plain_calls, sent = CopyEngine.prepare, stress_scenarios.drawn_calls, itertools.count()
-    repeated: list[bool] = []
+    plain_prepare, sent, repeated = CopyEngine.prepare, itertools.count(), _repeated()
 
     def prepare(
         self: CopyEngine, launch: Any, transfer: Any, numbers: Any, source: Any, share: Any, guarded: bool = False
@@ -154,11 +164,34 @@ def _break_copies() -> None:
         )
         return lambda source: (signals if repeated and next(sent) % 3 == 0 else send)(source)
 
-    def drawn_calls(*args: Any, **keywords: Any) -> dict[str, int]:
-        repeated.append(True)
-        return plain_calls(*args, **keywords)
+    CopyEngine.prepare = prepare  # type: ignore[method-assign]
 
-    CopyEngine.prepare, stress_scenarios.drawn_calls = prepare, drawn_calls  # type: ignore[method-assign]
+
+def _break_facts() -> None:
+    """Break lookups: every third call that has new facts reads the facts of the call before it. So it looks up the
+    indices of that call. The calls for the first results stay whole. Calls of the other shape do not share these facts,
+    because they have another number of tables."""
+    plain, changed, repeated = table_calls._on_device, itertools.count(), _repeated()
+
+    def on_device(values: list[int], launch: Any) -> torch.Tensor:
+        facts = launch.kept.get(("facts of tables", len(values)))
+        if repeated and facts.values != values and next(changed) % 3 == 0:
+            return facts.memory
+        return plain(values, launch)
+
+    table_calls._on_device = on_device
+
+
+def _repeated() -> list[bool]:
+    """An empty list that gets elements as soon as ``drawn_calls`` repeats calls."""
+    plain, found = stress_scenarios.drawn_calls, list[bool]()
+
+    def drawn_calls(*args: Any, **keywords: Any) -> dict[str, int]:
+        found.append(True)
+        return plain(*args, **keywords)
+
+    stress_scenarios.drawn_calls = drawn_calls
+    return found
 
 
 class _Elsewhere:
@@ -174,6 +207,7 @@ class _Elsewhere:
     [
         pytest.param(QUICK, id="quick"),
         pytest.param([("chunked", CONTRACTED, "copy_engine")], id="contraction", marks=pytest.mark.thorough),
+        pytest.param([("fused", LOOKED_UP, "mean")], id="lookups", marks=pytest.mark.thorough),
     ],
 )
 def test_every_scenario(names: list[Name], tmp_path: Path) -> None:
@@ -211,4 +245,9 @@ def test_groups_of_a_mesh(tmp_path: Path) -> None:
 )
 def test_missing_transfers_are_reported(name: Name, tmp_path: Path) -> None:
     options = ["--iterations", "40", "--only", "lazy", "delays", "poison", "two_streams", "graphs"]
-    assert run_ranks(2, _run, str(tmp_path), options, [name], True) == [4, 4]
+    assert run_ranks(2, _run, str(tmp_path), options, [name], _break_copies) == [4, 4]
+
+
+def test_stale_facts_of_tables_are_reported(tmp_path: Path) -> None:
+    options = ["--iterations", "6", "--only", "delays"]
+    assert run_ranks(2, _run, str(tmp_path), options, [("fused", LOOKED_UP, "rows")], _break_facts) == [1, 1]
