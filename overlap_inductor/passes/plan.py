@@ -89,8 +89,8 @@ def _fewest(site: OverlapSite, host_bound: HostLimit | None) -> int | None:
 
 def _loses(piece: PlanPiece, site: OverlapSite, fewest: int | None) -> bool:
     """Whether ``piece`` may be slower than the graph as written, because it serves sizes at which the host limits the
-    graph. ``small_message`` may be faster, because its launches are replayed; but not with a dynamic number of tokens,
-    and not in a CUDA graph, before whose replay the hosts wait for each other.
+    graph. With a fixed number of tokens, ``small_message`` is not slower, because its launches are replayed. In a CUDA
+    graph, it may be slower, because the hosts wait for each other before a replay.
 
     Args:
         fewest: the smallest number of tokens at which the host is not the limit, or ``None``.
