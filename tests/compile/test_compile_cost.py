@@ -54,8 +54,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Counter[
 
 
 def test_steps_of_equal_layers_share_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A further layer causes less than one evaluation for every two nodes that it adds. Each view is evaluated, because
-    it must share memory with its own base."""
+    """Further layers cause less than one evaluation for every 20 nodes that they add."""
     found = []
     for layers in (4, 8, 16):
         with fake_group(2):
@@ -64,8 +63,7 @@ def test_steps_of_equal_layers_share_evaluations(monkeypatch: pytest.MonkeyPatch
             evaluated = counted(monkeypatch, lambda made=made: made.run(step_node_budget=LARGE))  # type: ignore[misc]
             found.append((sum(evaluated.values()), len(made.graph.nodes) - before))
     (small, fewest), (medium, fewer), (large, added) = found
-    assert added - fewer == 2 * (fewer - fewest) and large - medium <= 2.3 * (medium - small), found
-    assert large - medium < (added - fewer) / 2, found
+    assert added - fewer == 2 * (fewer - fewest) and 0 < large <= max(small, medium) + (added - fewer) / 20, found
 
 
 def test_steps_are_not_evaluated_again_after_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
