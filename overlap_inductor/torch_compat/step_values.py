@@ -95,7 +95,9 @@ class StepValues:
             reader.meta["val"] = anew
             views.append((reader, old))
             memory = _memory(old)
-            pending += [u for u in reader.users if memory in map(_memory, _strided(u.meta.get("val")))]
+            # Inductor does not evaluate the graph's output either.
+            views_of_it = (u for u in reader.users if memory in map(_memory, _strided(u.meta.get("val"))))
+            pending += [u for u in views_of_it if u.op != "output"]
 
     def _as_before(self, node: fx.Node) -> FakeTensor | None:
         """The value of ``node`` for its present arguments: the stored value or, for a view, a new one. Marks the node.
