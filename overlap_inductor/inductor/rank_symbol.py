@@ -18,7 +18,9 @@ kinds:
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
@@ -30,8 +32,8 @@ from overlap_inductor.torch_compat.distributed import resolve_group
 
 _KNOWN = "_overlap_inductor_ranks"
 _ACCESSES = "_overlap_inductor_accesses"
-"""The attribute of ``V.graph`` that holds what each buffer's kernel reads and writes, by the buffer's ``id``. It exists
-only while the scheduler computes dependencies."""
+"""The attribute of ``V.graph`` that holds what each buffer's kernel reads and writes, by the buffer's ``id``. It is
+empty except while the scheduler computes dependencies, or the symbols that a kernel uses."""
 
 
 class GroupRank(ir.ExternKernel):
@@ -87,24 +89,36 @@ def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
     for node in scheduler.nodes:
         for rank in _needed(node.node):
             V.graph.additional_buffer_deps[node.get_name()].add(rank.get_name())
-    accesses = {id(node.node): node.read_writes for node in scheduler.nodes if isinstance(node.node, ir.ComputedBuffer)}
-    V.graph.__dict__[_ACCESSES] = accesses if V.graph.__dict__.get(_KNOWN) else {}
-    try:
+    with _noted_accesses(scheduler.nodes):
         return original(scheduler)
+
+
+@contextmanager
+def _noted_accesses(nodes: Iterable[Any]) -> Iterator[None]:
+    """In this context, ``read_writes`` returns what the scheduler's ``nodes`` hold. If the graph has no rank's symbol,
+    Inductor computes it."""
+    attributes = V.graph.__dict__
+    outer = attributes.get(_ACCESSES, {})
+    buffers = [n for n in nodes if isinstance(n.node, ir.ComputedBuffer)] if attributes.get(_KNOWN) else []
+    attributes[_ACCESSES] = {id(n.node): n.read_writes for n in buffers}
+    try:
+        yield
     finally:
-        del V.graph.__dict__[_ACCESSES]
+        attributes[_ACCESSES] = outer
 
 
 def read_writes(original: Callable[..., Any], buffer: Any) -> Any:
-    """Around ``ComputedBuffer.get_read_writes``: return what ``compute_dependencies`` noted for the buffer. For a
-    buffer without a note, return what Inductor computes."""
+    """Around ``ComputedBuffer.get_read_writes``: return what ``_noted_accesses`` noted for the buffer. For a buffer
+    without a note, return what Inductor computes."""
     found = V.graph.__dict__.get(_ACCESSES, {}).get(id(buffer))
     return original(buffer) if found is None else found
 
 
 def symbol_uses(original: Callable[..., Any], node: Any) -> Any:
     """Around ``get_scheduler_node_symbol_uses``: add the symbols of the views of ``node`` to its partition's inputs."""
-    found = original(node)
+    # A fused node has no buffer. Inductor calls this function again for each node in it.
+    with _noted_accesses([node]):
+        found = original(node)
     return found | ir.OrderedSet(rank.symbol for rank in _needed(node.node))
 
 

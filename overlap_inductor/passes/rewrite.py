@@ -153,7 +153,7 @@ class Rewriter:
                 for other in self.chains.values():
                     if other is not chain:
                         follow = self.graph.call_function(overlap.follow.default, (chain, other))
-                        follow.meta["val"] = tools.value(chain)
+                        follow.meta["val"] = self.values.evaluate(follow, "")
 
     def _placed(self, sites: list[DecidedSite]) -> list[tuple[DecidedSite, fx.Node]]:
         """Make room for the sites' steps. Returns ``(site, node before which its steps are written)`` for each
@@ -270,7 +270,7 @@ class Rewriter:
                             follow = self.graph.call_function(
                                 overlap.follow.default, (node.args[0], _tensor_of(self.graph, other))
                             )
-                            follow.meta["val"] = tools.value(node.args[0])
+                            follow.meta["val"] = self.values.evaluate(follow, "")
                 newest[group] = node
             elif (
                 node.op == "call_function"

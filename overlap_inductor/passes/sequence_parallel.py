@@ -54,6 +54,7 @@ from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.graph_inputs import freezing
 from overlap_inductor.torch_compat.graph_inputs import is_parameter
 from overlap_inductor.torch_compat.guards import decide
+from overlap_inductor.torch_compat.step_values import StepValues
 
 log = logging.getLogger("overlap_inductor")
 FAILURE = "overlap_inductor_sequence_parallel_failure"
@@ -109,7 +110,8 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, refusal: str | Non
         # ``_divides`` may have added guards, which tell more about the sizes. So the stretches are found again.
         finder = _found(graph)
         legal = [(n, finder.stretches[n]) for n, _ in legal]
-    chosen = _choose(graph, legal, facts, config, refusal) if legal else []
+    values = StepValues()
+    chosen = _choose(graph, legal, facts, config, refusal, values) if legal else []
     if config.mode == "report":
         for number, _ in chosen:
             text = "OVERLAP_INDUCTOR=report does not change the graph; set OVERLAP_INDUCTOR=on to rewrite this stretch"
@@ -118,7 +120,7 @@ def _find_and_rewrite(graph: fx.Graph, config: OverlapConfig, refusal: str | Non
     kept = snapshot.Snapshot(graph)
     try:
         if chosen:
-            _write(graph, finder, chosen, facts, config)
+            _write(graph, finder, chosen, facts, config, values)
         _annotate(finder, facts, [n for n, _ in chosen])
     except Exception:
         kept.restore()
@@ -158,12 +160,17 @@ def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: O
 
 
 def _choose(
-    graph: fx.Graph, legal: Numbered, facts: list[StretchFacts], config: OverlapConfig, refusal: str | None
+    graph: fx.Graph,
+    legal: Numbered,
+    facts: list[StretchFacts],
+    config: OverlapConfig,
+    refusal: str | None,
+    values: StepValues,
 ) -> Numbered:
     """Choose the stretches to rewrite. Fills in all estimates, and the reasons for stretches that are kept."""
     written, rewritten = _copy(graph), _copy(graph)
     finder = _found(rewritten)
-    writer = RowWriter(rewritten, finder.held, config)
+    writer = RowWriter(rewritten, finder.held, config, values)
     writer.apply([(n, finder.stretches[n]) for n, _ in legal])
     names = {c.node.name: n for n, s in legal for source in s.sources for c in source.collectives}
     before = {node: names[node.name] for node in written.nodes if node.name in names}
@@ -232,10 +239,15 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _write(
-    graph: fx.Graph, finder: RowFinder, chosen: Numbered, facts: list[StretchFacts], config: OverlapConfig
+    graph: fx.Graph,
+    finder: RowFinder,
+    chosen: Numbered,
+    facts: list[StretchFacts],
+    config: OverlapConfig,
+    values: StepValues,
 ) -> None:
     """Rewrite the ``chosen`` stretches, and store their facts in the metadata of the new collectives."""
-    writer = RowWriter(graph, finder.held, config)
+    writer = RowWriter(graph, finder.held, config, values)
     writer.apply(chosen)
     reduced = {node for _, stretch in chosen for node in stretch.sums}
     made = Counter(

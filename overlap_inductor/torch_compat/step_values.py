@@ -2,11 +2,13 @@
 """Evaluates the values (``meta["val"]``) of the nodes that a rewrite creates. Equal nodes are evaluated once.
 
 The layers of a model have equal steps: the same operators on tensors of the same sizes. Evaluating all 2750 steps of 32
-layers took most of the pass's time. Views, and nodes with a symbolic size, are evaluated each time.
+layers took most of the pass's time. Nodes with a symbolic size are evaluated each time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ class StepValues:
     def __init__(self) -> None:
         self.evaluated = 0
         self._mode: Any = None
-        self._known: dict[Any, tuple[Any, ...] | None] = {}
+        self._known: dict[Any, _Result] = {}
 
     def evaluate(self, node: fx.Node, site: str) -> Any:
         """Returns the result of ``node`` for the fake tensors of its arguments. Marks the node as up to date
@@ -38,24 +40,34 @@ class StepValues:
         Args:
             site: the site's id. The node may take this id as an argument, but the result does not depend on the id.
         """
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         mark(node)
-        # A graph has one fake mode.
-        mode = self._mode = self._mode or operators.fake_mode((args, kwargs))
+        return self._value(node, site, self._called)
+
+    def result(self, node: fx.Node) -> Any:
+        """The result of ``node`` for the values of its arguments, without a new guard. Does not mark the node."""
+        return self._value(node, "", computed)
+
+    def _value(self, node: fx.Node, site: str, compute: Callable[..., Any]) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         try:
             key: Any = (node.target, _key(args, site), _key(kwargs, site))
         except _NotAKey:
             key = None
         found = self._known.get(key) if key is not None else None
         if found is not None:
-            return _fresh(mode, *found)
+            return found.made(args)
         self.evaluated += 1
+        value = compute(node.target, *args, **kwargs)
+        if key is not None and (result := _Result.of(node.target, value, args, kwargs)) is not None:
+            self._known[key] = result
+        return value
+
+    def _called(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        # A graph has one fake mode.
+        mode = self._mode = self._mode or operators.fake_mode((args, kwargs))
         # A comparison of symbolic sizes must not become a guard: the model was traced without it.
         with mode, without_guards(mode.shape_env):
-            value = node.target(*args, **kwargs)
-        if key is not None and _is_new(value, (args, kwargs)):
-            self._known[key] = (tuple(value.shape), value.stride(), value.dtype, value.device)
-        return value
+            return function(*args, **kwargs)
 
     def keep(self, node: fx.Node) -> None:
         """Call this after an argument of ``node`` was replaced. Marks ``node`` as up to date if a new evaluation
@@ -83,7 +95,9 @@ class StepValues:
             reader.meta["val"] = anew
             views.append((reader, old))
             memory = _memory(old)
-            pending += [u for u in reader.users if memory in map(_memory, _strided(u.meta.get("val")))]
+            # Inductor does not evaluate the graph's output either.
+            views_of_it = (u for u in reader.users if memory in map(_memory, _strided(u.meta.get("val"))))
+            pending += [u for u in views_of_it if u.op != "output"]
 
     def _as_before(self, node: fx.Node) -> FakeTensor | None:
         """The value of ``node`` for its present arguments: the stored value or, for a view, a new one. Marks the node.
@@ -155,12 +169,15 @@ def _lies(value: FakeTensor) -> tuple[Any, ...] | None:
 
 
 class _NotAKey(Exception):
-    """An argument is neither a constant nor a strided fake tensor, or one of its sizes is symbolic."""
+    """An argument is neither a constant nor a strided fake tensor, or one of its sizes is symbolic, or its values are
+    stored negated or conjugated."""
 
 
 def _key(value: Any, site: str) -> Any:
     if isinstance(value, torch.Tensor):
         if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
+            raise _NotAKey
+        if value.is_conj() or value.is_neg():
             raise _NotAKey
         return (torch.Tensor, _key(value.shape, site), _key(value.stride(), site), value.dtype, value.device)
     if isinstance(value, (list, tuple)):
@@ -175,6 +192,44 @@ def _key(value: Any, site: str) -> Any:
     raise _NotAKey
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What a fake function returned: a new tensor, or a view of its first argument.
+
+    Attributes:
+        offset: a view's offset behind the offset of the first argument; ``None`` for a new tensor.
+    """
+
+    mode: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int | None
+
+    @classmethod
+    def of(cls, target: Any, value: Any, args: tuple[Any, ...], kwargs: Any) -> _Result | None:
+        """``None`` if another call cannot make the result from these numbers."""
+        if type(value) is not FakeTensor or value.requires_grad:
+            return None
+        if _is_new(value, (args, kwargs)):
+            offset = None
+        elif _is_view(target, value, args, kwargs):
+            offset = value.storage_offset() - args[0].storage_offset()
+        else:
+            return None
+        return cls(value.fake_mode, tuple(value.shape), value.stride(), value.dtype, value.device, offset)
+
+    def made(self, args: tuple[Any, ...]) -> FakeTensor:
+        """The result for other arguments that have the same sizes and strides."""
+        with no_dispatch():
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+            if self.offset is not None:
+                offset = args[0].storage_offset() + self.offset
+                tensor.set_(args[0].untyped_storage(), offset, self.shape, self.stride)
+            return FakeTensor(self.mode, tensor, self.device)
+
+
 def _is_new(value: Any, given: Any) -> bool:
     """Whether ``value`` is a plain tensor of known size that shares no memory with a tensor in ``given``."""
     if type(value) is not FakeTensor or value.layout is not torch.strided or value.storage_offset():
@@ -186,8 +241,15 @@ def _is_new(value: Any, given: Any) -> bool:
     return next(bases, None) is None and all(type(n) is int for n in (*value.shape, *value.stride()))
 
 
-def _fresh(
-    mode: Any, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> FakeTensor:
-    with no_dispatch():
-        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+def _is_view(target: Any, value: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether ``value`` shares memory with the first argument only, and its offset is relative to that argument's."""
+    base = args[0] if args else None
+    if target is torch.ops.aten.as_strided.default or value is base or not isinstance(base, FakeTensor):
+        return False
+    if _lies(value) is None or type(base.storage_offset()) is not int or value.dtype != base.dtype:
+        return False
+    if value.is_conj() or value.is_neg():
+        return False
+    memory = _memory(value)
+    sharing = [t for t in operators.tensors_in((args, kwargs)) if _memory(t) == memory]
+    return len(sharing) == 1 and sharing[0] is base

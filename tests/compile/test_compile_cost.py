@@ -54,8 +54,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Counter[
 
 
 def test_steps_of_equal_layers_share_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A further layer causes less than one evaluation for every two nodes that it adds. Each view is evaluated, because
-    it must share memory with its own base."""
+    """Further layers cause less than one evaluation for every 20 nodes that they add."""
     found = []
     for layers in (4, 8, 16):
         with fake_group(2):
@@ -64,8 +63,7 @@ def test_steps_of_equal_layers_share_evaluations(monkeypatch: pytest.MonkeyPatch
             evaluated = counted(monkeypatch, lambda made=made: made.run(step_node_budget=LARGE))  # type: ignore[misc]
             found.append((sum(evaluated.values()), len(made.graph.nodes) - before))
     (small, fewest), (medium, fewer), (large, added) = found
-    assert added - fewer == 2 * (fewer - fewest) and large - medium <= 2.3 * (medium - small), found
-    assert large - medium < (added - fewer) / 2, found
+    assert added - fewer == 2 * (fewer - fewest) and 0 < large <= max(small, medium) + (added - fewer) / 20, found
 
 
 def test_steps_are_not_evaluated_again_after_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +132,44 @@ def test_a_value_depends_on_its_arguments() -> None:
     node.replace_input_with(x, y)
     assert not step_values.up_to_date(node)
     assert values.evaluate(node, "a site").shape == (6, 6) and step_values.up_to_date(node)
+
+
+def test_a_view_is_made_from_its_own_base() -> None:
+    """An equal view of another tensor is not evaluated. It has this tensor's memory, at an offset behind the tensor's
+    own. ``as_strided`` is evaluated, because its offset does not depend on the tensor's."""
+    with fake_group(2):
+        made = HandGraph()
+    whole, other = made.input(8, 6), made.input(4, 6, name="other")
+    values = StepValues()
+    rows = [other, made.call(aten.slice.Tensor, whole, 0, 4, 8)]
+    for function, args, offsets, evaluated in (
+        (aten.slice.Tensor, (0, 1, 3), [6, 30], 1),
+        (aten.as_strided.default, ([2, 6], [6, 1], 6), [6, 6], 2),
+    ):
+        before = values.evaluated
+        views = [made.graph.call_function(function, (x, *args)) for x in rows]
+        found = [values.result(view) for view in views]
+        assert values.evaluated - before == evaluated and [v.storage_offset() for v in found] == offsets
+        assert [(tuple(v.shape), v.stride()) for v in found] == [((2, 6), (6, 1))] * 2
+        bases = [x.meta["val"].untyped_storage()._cdata for x in rows]
+        assert [v.untyped_storage()._cdata for v in found] == bases and bases[0] != bases[1]
+        assert not any(map(step_values.up_to_date, views))
+
+
+def test_a_view_that_the_graph_returns_keeps_its_value() -> None:
+    """The graph's output reads the view, but has no value that must be evaluated."""
+    with fake_group(2):
+        made = HandGraph()
+    x, alike = made.input(4, 6), made.input(4, 6, name="alike")
+    view = made.call(aten.reshape.default, x, [24])
+    again = made.call(aten.reshape.default, view, [6, 4])
+    made.output(view, again)
+    made.graph.output_node().meta["val"] = [n.meta["val"] for n in (view, again)]
+    view.replace_input_with(x, alike)
+    StepValues().keep(view)
+    memory = alike.meta["val"].untyped_storage()._cdata
+    for node in (view, again):
+        assert step_values.up_to_date(node) and node.meta["val"].untyped_storage()._cdata == memory
 
 
 def test_a_reader_of_a_replaced_tensor_keeps_its_value_if_that_is_right() -> None:

@@ -50,7 +50,7 @@ from overlap_inductor.passes.sequence.sums import write_result
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.torch_compat.step_values import NOT_COPIED
-from overlap_inductor.torch_compat.step_values import evaluated
+from overlap_inductor.torch_compat.step_values import StepValues
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -66,9 +66,12 @@ class RowWriter:
         made: for each collective that was written, the number of its stretch and the node whose place it takes.
     """
 
-    def __init__(self, graph: fx.Graph, held: Mapping[fx.Node, Rows], config: OverlapConfig) -> None:
+    def __init__(
+        self, graph: fx.Graph, held: Mapping[fx.Node, Rows], config: OverlapConfig, values: StepValues
+    ) -> None:
+        """``values`` evaluates the nodes. The writers of a graph and of its copies can share it."""
         define_ops()
-        self.graph, self.held, self.config = graph, held, config
+        self.graph, self.held, self.config, self._values = graph, held, config, values
         self.gathered_again: list[fx.Node] = []
         self.made: dict[fx.Node, tuple[int, fx.Node]] = {}
         self._sizes = SizeNodes(graph)
@@ -129,7 +132,7 @@ class RowWriter:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         self._written.add(node)
-        node.meta = {**self._meta, "val": evaluated(node)}
+        node.meta = {**self._meta, "val": self._values.result(node)}
         return node
 
     def rows(self, node: fx.Node) -> fx.Node:

@@ -138,6 +138,7 @@ def _write(steps: _Steps, parts: dict[fx.Node, list[fx.Node]], values: StepValue
         steps.graph.erase_node(piece)
         mark(send)
     steps.rows.args = (parts[steps.rows],)
+    values.keep(steps.rows)
     _give_whole(steps, region, readers, parts, values)
 
 
