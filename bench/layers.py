@@ -127,7 +127,7 @@ def on_link(options: argparse.Namespace, number: int, flops: float) -> tuple[int
 
 
 def settings_of(options: argparse.Namespace, sizes: Sizes, link: str, machine: str) -> Settings:
-    """The settings of each rank. ``machine``: see ``Settings``; option ``--machine`` takes its place."""
+    """The settings of each rank. ``machine``: see ``Settings``; option ``--machine`` overrides it."""
     cpu = options.device == "cpu"
     return Settings(
         device=options.device,
@@ -159,8 +159,8 @@ def matmul_rate() -> float:
 
 
 def equal_megabits(sizes: Sizes, ranks: int, flops: float) -> int:
-    """The rate of the link at which the two all-reduces of a decoder layer's forward take as long as its matmuls. Both
-    grow with the number of tokens. Mbit/s, a multiple of 50."""
+    """The rate of the link at which the two all-reduces of a decoder layer's forward take as long as its matmuls. The
+    rate does not depend on the number of tokens. Returns Mbit/s, a multiple of 50."""
     heads = (2 + 2 * sizes.kv_heads / sizes.heads) * sizes.hidden**2
     multiplied = 2 * (heads + 3 * sizes.hidden * sizes.ffn) / ranks
     sent = 2 * 2 * (ranks - 1) / ranks * sizes.hidden * 4

@@ -229,7 +229,7 @@ def _first_run(
     begin = time.perf_counter()
     found = program.step(function)
     # A first step compiles and runs. Its running time is taken to be that of the second step. (On GPUs, this is host
-    # time, and with CUDA graphs the second step also records the graph.)
+    # time, and with CUDA graphs the second step also records the graph. The running time of an earlier program stays.)
     first -= time.perf_counter() - begin
     off = error(found, reference)
     reports = reporting.all_reports() if variant.switches is not None else []

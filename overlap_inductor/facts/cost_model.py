@@ -48,9 +48,8 @@ class SiteSizes:
             For ``attention_all_to_all`` it is also set, but not used.
         memory: bytes that lookups in tables read and write.
         lookups: number of ops such as ``embedding_bag``, each of which looks up rows in a table.
-        repeated: bytes that each piece of the matmuls but the first reads again, or writes. If M or N is cut, this is
-            the operand without that dim. If K is cut, each piece is added to the product: it reads and writes the whole
-            product.
+        repeated: extra bytes of each piece after the first. If M or N is cut, a piece reads the other operand again. If
+            K is cut, a piece reads and writes the whole product.
         skipped: the part of ``flops`` that the program as written does not compute: causal attention skips masked keys.
     """
 

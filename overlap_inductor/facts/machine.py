@@ -26,9 +26,9 @@ class Machine:
             ``fused`` and ``wave_groups`` pay. Schedule ``chunked`` may pay with fewer tiles if its launches are
             replayed as one CUDA graph.
         memory_bytes: B/s that a memory-bound kernel or a lookup reads and writes. One H100 reached 2.72e12.
-        packing_bytes: B/s at which a matmul that is cut into pieces reads again, for each piece, an operand that is not
-            cut. One core: 11.5 MB in 0.56 to 0.84 ms (fp32, 16 or 32 pieces of 1024 rows in place of one). Very large
-            on GPUs, whose matmuls read operands while they compute.
+        packing_bytes: rate (B/s) of repeated reads. If a matmul is cut into pieces, each piece reads the whole operand
+            that is not cut. One core took 0.56 to 0.84 ms for 11.5 MB (fp32; 1024 rows, cut into 16 or 32 pieces).
+            Very large on GPUs, whose matmuls read operands while they compute.
         lookup_seconds: fixed cost of one lookup in a table. On an H100, 64 calls of ``embedding_bag`` took 680 us.
             Their reads and writes alone would take 50 us.
         launch_seconds: host time of two launches together: a matmul, and one kernel of pointwise ops before or after
@@ -37,7 +37,7 @@ class Machine:
             with 5 collectives, and 1.1 ms without. On another host, they took 2.7 ms with 5 collectives, and 1.9 ms
             without.
         graph_seconds: host time of one call of a graph that Inductor replays as a CUDA graph. On 4 H200s, plain steps
-            of two layers of Llama-70B took 0.5 to 0.8 ms for one sequence and 0.94 ms for 16 sequences. The GPU reads
+            of two layers of Llama-70B took 0.6 to 0.85 ms for one sequence, and 0.94 ms for 16 (medians). The GPU reads
             their weights in 0.3 ms.
     """
 

@@ -32,8 +32,8 @@ from overlap_inductor.torch_compat.distributed import resolve_group
 
 _KNOWN = "_overlap_inductor_ranks"
 _ACCESSES = "_overlap_inductor_accesses"
-"""The attribute of ``V.graph`` that holds what each buffer's kernel reads and writes, by the buffer's ``id``. It is
-empty except while the scheduler computes dependencies, or the symbols that a kernel uses."""
+"""The attribute of ``V.graph`` that holds what each buffer's kernel reads and writes, by the buffer's ``id``. It has
+entries only inside ``_noted_accesses``."""
 
 
 class GroupRank(ir.ExternKernel):
@@ -96,7 +96,7 @@ def compute_dependencies(original: Callable[..., Any], scheduler: Any) -> Any:
 @contextmanager
 def _noted_accesses(nodes: Iterable[Any]) -> Iterator[None]:
     """In this context, ``read_writes`` returns what the scheduler's ``nodes`` hold. If the graph has no rank's symbol,
-    Inductor computes it."""
+    ``read_writes`` returns what Inductor computes."""
     attributes = V.graph.__dict__
     outer = attributes.get(_ACCESSES, {})
     buffers = [n for n in nodes if isinstance(n.node, ir.ComputedBuffer)] if attributes.get(_KNOWN) else []

@@ -59,7 +59,7 @@ def biases_of(nodes: ReduceNodes, terms: list[fx.Node]) -> Biases | None:
     - the sum has a row that no matmul can take;
     - the sum holds anything else (a factor, a scalar);
     - the sum does not hold each matmul's result exactly once;
-    - the site has a ``Region``: a single row of it need not have one value for each column.
+    - the site has a ``Region``. A vector in a region may lie along the rows, not the columns.
     """
     if nodes.region is not None:
         return None

@@ -167,7 +167,7 @@ class SiteSchedule(Protocol):
     ) -> list[PlanPiece] | Reason | None:
         """A plan for the token counts at which the schedule is estimated to pay. A ``Reason`` if the schedule cannot
         be chosen, although it pays or may pay; ``None`` if it never pays. ``fewest``: if the schedule's op
-        chooses by the token count, the plan serves no smaller counts."""
+        chooses by the token count, the plan keeps the site at smaller counts."""
         ...
 
     def joined(

@@ -8,8 +8,8 @@ section 2). Before and after, for the scatter of an unrolled ring::
     dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
-Likewise for a gather between two ranks, which starts all its transfers at once. With more ranks, a later wait also
-passes shards on, so only gathers in bands are used.
+Matmuls also move under a gather of two ranks, because it starts all its transfers at once. With more ranks, the first
+wait of an unrolled ring also starts the next transfer, so no matmul moves under it.
 
 For a collective that stays in the graph::
 
@@ -69,7 +69,7 @@ class Transfer:
 def delay(
     graph: fx.Graph,
     exposed: Mapping[str, float],
-    at_once: Collection[str],
+    of_two: Collection[str],
     kept: Iterable[Transfer],
     rates: Mapping[int, float],
 ) -> dict[fx.Node, set[fx.Node]]:
@@ -77,7 +77,7 @@ def delay(
 
     Args:
         exposed: for each site's id, the estimated seconds of its exposed transfers.
-        at_once: the ids of the sites that start all their transfers before the first wait.
+        of_two: the ids of the sites of groups of two ranks.
         kept: the collectives that stay in the graph.
         rates: FLOP/s of a matmul, by bytes of an element of its left operand.
 
@@ -88,7 +88,7 @@ def delay(
     order: dict[fx.Node, set[fx.Node]] = {}
     free = [n for n in graph.nodes if _may_wait(n)]
     # The longest exposed time comes first, because a matmul can hide only one transfer.
-    for transfer in sorted([*_sites(graph, exposed, at_once), *kept], key=lambda t: -t.seconds):
+    for transfer in sorted([*_sites(graph, exposed, of_two), *kept], key=lambda t: -t.seconds):
         wait, left = transfer.wait, transfer.seconds
         under: list[fx.Node] = []
         for node in reversed([n for n in free if n < wait]):
@@ -108,9 +108,9 @@ def delay(
     return order
 
 
-def _sites(graph: fx.Graph, exposed: Mapping[str, float], at_once: Collection[str]) -> Iterator[Transfer]:
-    """The transfers of sites with one wait and of the sites ``at_once``, each from the last send to the first wait. A
-    matmul before this wait can hide all the site's transfers."""
+def _sites(graph: fx.Graph, exposed: Mapping[str, float], of_two: Collection[str]) -> Iterator[Transfer]:
+    """Yields a transfer for each site that starts all its transfers before its first wait. It lasts from the last send
+    to this wait. A matmul before the wait can hide all the site's transfers."""
     starting = overlap.exchange_send.default, overlap.gather_start.default
     waiting = overlap.exchange_wait.default, overlap.gather_step.default
     sends: dict[str, fx.Node] = {}
@@ -122,7 +122,8 @@ def _sites(graph: fx.Graph, exposed: Mapping[str, float], at_once: Collection[st
         elif site in exposed and node.target in waiting:
             waits.setdefault(site, []).append(node)
     for site, found in waits.items():
-        if (len(found) == 1 or site in at_once) and site in sends and sends[site] < found[0]:
+        passes_on = found[0].target is overlap.gather_step.default and site not in of_two
+        if site in sends and sends[site] < found[0] and not passes_on:
             yield Transfer(sends[site], found[0], exposed[site])
 
 

@@ -53,7 +53,7 @@ class _RegionTracer(Tracer):
     Attributes:
         reduced: for each sum, the atoms of the summed dims.
         parts: for each ``cat``, the atom of the joined dim in each of its inputs.
-        broadcast: for each tensor that is broadcast, an op that reads it.
+        broadcast: for each broadcast tensor that is not a scalar, an op that reads it.
     """
 
     def __init__(self, *args: object) -> None:
@@ -109,7 +109,7 @@ class _RegionTracer(Tracer):
                 raise LayoutError(f"{source.name} is read in two different layouts; expected one")
             if source in self.region:
                 raise LayoutError(
-                    f"{node.name} broadcasts {source.name}, which the site computes, too; expected equal shapes"
+                    f"{node.name} broadcasts {source.name}, which the site computes; expected equal shapes"
                 )
             self.layouts[source] = mine
             if not tools.is_scalar_like(source):

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divide the token counts of a dynamic graph at the count from which on the host is not the limit
-(``passes.host_time``).
+"""Add guards to a graph with a dynamic number of tokens. Counts at which the host is the limit (``passes.host_time``)
+then get a graph of their own, which stays as written.
 
-Below this count, the graph should be as written. If one graph served all counts, its overlap ops would run the plain
-collectives there, and the host would need longer to launch these ops. Two layers of Llama-70B on 4 H200s, compiled
-with ``dynamic=True``, were 0.89 times as fast as plain with 1000 tokens, and 0.92 times with 256.
+If one graph served all counts, its overlap ops would run the plain collectives at these counts. The host would need
+longer to launch these ops. Two layers of Llama-70B on 4 H200s, compiled with ``dynamic=True``, were 0.89 times as fast
+as plain with 1000 tokens, and 0.92 times with 256.
 
 Contract: ``graph`` is a joint graph or an inference graph, before the partitioner. The pass adds guards and changes
 nothing else. It does not communicate. Ranks with equal graphs and settings add equal guards. Pseudo-code::
 
     for site in sites of graph:
-        if the number of tokens is symbolic, and the plan overlaps the site from count N on because of the host:
+        if the host is the limit below N tokens, and the plan overlaps the site for some larger counts:
             guard: tokens >= N, or tokens < N, by the example's tokens
 """
 

@@ -74,15 +74,15 @@ class HostLimit:
 
     Attributes:
         reason: why the sites are left as written at these sizes.
-        factor: from this multiple of the example's symbolic sizes on, the host is not the limit. ``None``: the host is
-            the limit at all sizes.
+        factor: from this multiple of the example's symbolic sizes on, the host is not the limit: a power of two.
+            ``None``: no such multiple is known.
     """
 
     reason: Reason
     factor: float | None = None
 
     def fewest(self, tokens: Size) -> int | None:
-        """The smallest number of a site's ``tokens`` at which the host is not the limit, or ``None``."""
+        """The number of a site's ``tokens`` from which on the host is not the limit. ``None`` if it is not known."""
         if self.factor is None or isinstance(tokens, int):
             return None
         return math.ceil(sizes.hint(tokens) * self.factor)
@@ -124,8 +124,8 @@ def _backward_of_joint(found: SiteFinder) -> Collection[fx.Node]:
 
 
 def _limit(part: _Launched, config: OverlapConfig, by_example: bool) -> HostLimit | None:
-    """The sizes at which hiding the transfers of ``part`` saves no time, or ``None``. Symbolic sizes are halved or
-    doubled until the host is no longer the limit, or just becomes the limit."""
+    """The sizes at which hiding the transfers of ``part`` saves no time, or ``None``. If the host limits the example,
+    symbolic sizes are doubled until it no longer does. Otherwise they are halved until it does."""
     reason = _reason(part, config)
     symbolic = [s for c in part.collectives for s in tools.shape(c.input) if isinstance(s, torch.SymInt)]
     if by_example or not symbolic or any(map(tools.has_unbacked, map(_shape_of, part.collectives))):

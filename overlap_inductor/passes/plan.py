@@ -6,7 +6,7 @@ The planner reads only facts that all ranks share. Pseudo-code::
     can  = [s for s in SCHEDULES if s is allowed and s.why_not(site) is None]
     cost = {s: s.seconds(site) for s in can}
     plan = s.where_it_pays(site) of the cheapest s in can that pays; keep if none pays
-           # plans with transfers during the matmul do not serve sizes at which launches limit the graph's speed
+           # where the host is the limit, a plan may only keep the site, or replay its launches
     if the token count is dynamic: replace plan by the first s.joined(plan of s, others' plans) that is not None
            # others' plans: of the schedules that an op of s can call
 """
@@ -80,8 +80,8 @@ def plan(site: OverlapSite, config: OverlapConfig, host_bound: HostLimit | None 
 
 
 def _fewest(site: OverlapSite, host_bound: HostLimit | None) -> int | None:
-    """The smallest number of the site's tokens at which the host is not the limit. ``None`` if the graph serves no such
-    number."""
+    """The number of the site's tokens from which on the host is not the limit. ``None`` if no such number is known, or
+    if the graph does not serve it."""
     tokens = site.nodes.tokens
     fewest = host_bound.fewest(tokens) if host_bound is not None else 0
     return None if fewest and surely(tokens < fewest) else fewest
@@ -93,7 +93,7 @@ def _loses(piece: PlanPiece, site: OverlapSite, fewest: int | None) -> bool:
     graph, it may be slower, because the hosts wait for each other before a replay.
 
     Args:
-        fewest: the smallest number of tokens at which the host is not the limit, or ``None``.
+        fewest: the number of tokens from which on the host is not the limit, or ``None``.
     """
     below = fewest is None or piece.tokens[0] < fewest
     replays = not piece.overlaps and isinstance(site.nodes.tokens, int) and not captured_by_inductor()

@@ -95,9 +95,8 @@ class Rewriter:
             self.current = None
             self._write_seams()
         self.graph.eliminate_dead_code()
-        at_once = {site.facts.id for seam in self.seams for site in (seam.scatter, seam.gather)}
-        at_once |= {site.facts.id for site in sites if site.facts.collective.world_size == 2}
-        for wait, under in delayed_matmuls.delay(self.graph, exposed, at_once, self._kept(), rates).items():
+        of_two = {site.facts.id for site in sites if site.facts.collective.world_size == 2}
+        for wait, under in delayed_matmuls.delay(self.graph, exposed, of_two, self._kept(), rates).items():
             self.order.setdefault(wait, set()).update(under)
         self._chain_kept_collectives()
         live = set(self.graph.nodes)

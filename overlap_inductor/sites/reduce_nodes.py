@@ -30,7 +30,7 @@ class Region:
     Attributes:
         reduced: for each reduction, the dims that it reduces.
         joined: for each ``cat``, the dim along which it joins.
-        broadcast: for each tensor with fewer elements than the result of an op that reads it, this op.
+        broadcast: for each broadcast tensor that is not a scalar, an op that reads it.
         places: for each tensor that the region reads from elsewhere, its layout.
         cut: the dim that is cut into pieces.
         layout: layout of the collective's input, over the dims that are not reduced.

@@ -111,7 +111,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         received=sent * scale if moved.exchanges and site.nodes.is_sum else 0.0,
         contracted=sent * scale if moved.exchanges and set(site.nodes.roles) == {"K"} else 0.0,
         memory=sum(s.memory for s in sizes) * scale,
-        # Not scaled: the tokens are the dim that is cut.
+        # Not scaled, because the tokens usually are the dim that is cut.
         repeated=sum(_repeated(s, role, tools.dtype(m.node).itemsize) for m, s, role in cut),
         lookups=sum(s.memory > 0 for s in sizes),
         weights=sum(

@@ -194,10 +194,10 @@ def _key(value: Any, site: str) -> Any:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a fake function returned: a new tensor, or a view of its first argument.
+    """The value of a node that was evaluated: a new tensor, or a view of the first argument.
 
     Attributes:
-        offset: a view's offset behind the offset of the first argument; ``None`` for a new tensor.
+        offset: a view's offset minus that of the first argument; ``None`` for a new tensor.
     """
 
     mode: Any
@@ -209,7 +209,7 @@ class _Result:
 
     @classmethod
     def of(cls, target: Any, value: Any, args: tuple[Any, ...], kwargs: Any) -> _Result | None:
-        """``None`` if another call cannot make the result from these numbers."""
+        """``None`` if the value of an equal node cannot be made from sizes, strides and offset."""
         if type(value) is not FakeTensor or value.requires_grad:
             return None
         if _is_new(value, (args, kwargs)):

@@ -65,7 +65,7 @@ class Place:
             for calls, known in zip(made, self.sites, strict=True)
             for call, (*_, first) in zip(calls, known, strict=True)
         )
-        assert worst < 1, f"{variant} is off by {worst:.3g} times what is allowed"
+        assert worst < 1, f"{variant} has {worst:.3g} times the allowed error"
         self.first, self.second = own_stream(device()), own_stream(device())
         self.flag = symmetric.allocate(1, torch.int32, device(), dist.group.WORLD)
         self.faults = FaultRecord.of("check_order", range(dist.get_world_size()), device())

@@ -68,7 +68,7 @@ class Lookups:
             if not saves:
                 return out
             pairs = zip(saved[::3], saved[1::3], strict=True)
-            # With ``last_offset``, there is a count more than there are bags.
+            # With ``last_offset``, there is one count more than bags.
             kept = [t for bags, counts in pairs for t in (bags, counts[: case.batch])]
             return torch.cat([out, *map(self._scaled, kept)])
 

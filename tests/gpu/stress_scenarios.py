@@ -92,7 +92,7 @@ class Stress:
                 for calls, known in zip(made, self._sites[key], strict=True)
                 for call, (*_, first) in zip(calls, known, strict=True)
             )
-            assert worst < 1, f"{variant} in group {group} is off by {worst:.3g} times what is allowed"
+            assert worst < 1, f"{variant} in group {group} has {worst:.3g} times the allowed error"
         return self._sites[key]
 
     def check_faults(self) -> None:

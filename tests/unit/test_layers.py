@@ -58,8 +58,8 @@ def test_the_settings_reach_the_ranks() -> None:
 
 
 def test_the_link_s_rate_makes_matmuls_and_transfers_take_equally_long() -> None:
-    """A layer of 2 ranks multiplies 12.84e6 weights by each token, half of them on each rank. Its two all-reduces send
-    each of the 1024 fp32 features once."""
+    """A layer of 2 ranks multiplies 12.84e6 weights by each token, half of them on each rank. Each of its two
+    all-reduces sends 1024 fp32 features of each token once."""
     options = layers.parsed([])
     assert options.ranks == [2, 4] and layers.on_link(options, 0, 1e11)[0] == 500
     seconds_of_matmuls, seconds_of_transfers = 12.84e6 / 1e11, 2 * 1024 * 4 / (500e6 / 8)

@@ -24,7 +24,7 @@ def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
     - one piece of the shorter of them, which stays exposed;
     - a fixed cost for each step.
 
-    The matmul includes what each of its pieces reads again (``SiteSizes.repeated``). Each piece of a grouped matmul
+    The matmul's time includes the repeated reads of its pieces (``SiteSizes.repeated``). Each piece of a grouped matmul
     reads the experts' weights again, and the matmul takes at least the time of these reads.
     """
     read = sizes.world_size * parts * sizes.weights / machine.memory_bytes
@@ -37,7 +37,7 @@ def seconds(sizes: SiteSizes, machine: Machine, parts: int) -> float:
 
 
 def again_seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds that each piece of the matmuls but the first adds."""
+    """Extra seconds of each piece after the first."""
     return sizes.repeated / machine.packing_bytes
 
 

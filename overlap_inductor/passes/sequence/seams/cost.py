@@ -36,7 +36,7 @@ norm become about two kernels."""
 @dataclass(frozen=True)
 class Work:
     """Seconds of one site: its matmuls, the transfer of the bytes that a rank sends, and what each piece of the matmuls
-    adds."""
+    adds (``again``)."""
 
     matmul: float
     wire: float
@@ -68,7 +68,7 @@ class Clocks:
         self.waited = [0.0, 0.0]
 
     def multiply(self, work: Work, pieces: float) -> None:
-        """``pieces``: how many pieces of its size would be the whole matmul."""
+        """Multiply one piece, which is 1 / ``pieces`` of the matmuls."""
         self.compute += work.matmul / pieces + work.again
 
     def send(self, seconds: float) -> float:
