@@ -9,8 +9,8 @@ as plain with 1000 tokens, and 0.92 times with 256.
 Contract: ``graph`` is a joint graph or an inference graph, before the partitioner. The pass adds guards and changes
 nothing else. It does not communicate. Ranks with equal graphs and settings add equal guards. Pseudo-code::
 
-    for site in sites of graph:
-        if the host is the limit below N tokens, and the plan overlaps the site for some larger counts:
+    for forward and backward, if the host is the limit below N tokens:
+        if a site would be overlapped if the host were never the limit:
             guard: tokens >= N, or tokens < N, by the example's tokens
 """
 
@@ -51,12 +51,11 @@ def _add_guards(graph: fx.Graph, config: OverlapConfig) -> None:
     limits = host_time.limits(found, config)
     context = legality.Context(config)
     for site in found.sites:
-        limit, tokens = limits.get(site.collectives[0].node), site.nodes.tokens
-        fewest = limit.fewest(tokens) if limit is not None else None
-        if fewest is None or legality.refuse(site, context) is not None:
-            continue
-        if planner.plan(site, config, limit).status == "overlapped":
-            decide(tokens >= fewest)
+        limit = limits.get(site.collectives[0].node)
+        if limit is None or limit.size is None or limit.count is None or limit.fewest(limit.size) in (0, None):
+            continue  # no limit, or a guard says already on which side of it the graph is
+        if legality.refuse(site, context) is None and planner.plan(site, config).status == "overlapped":
+            decide(limit.size >= limit.count)
 
 
 def _has_dynamic(graph: fx.Graph) -> bool:

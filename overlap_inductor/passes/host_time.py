@@ -19,7 +19,7 @@ layers of Llama-70B decoded one token 0.73 to 0.85 times as fast with ``small_me
 
 The forward and the backward of a joint graph have estimates of their own. A graph with symbolic sizes serves many
 token counts. The GPU's time grows with the count, the host's time does not. So there is a count from which on the host
-is not the limit (``HostLimit.factor``). ``passes.host_guard`` gives the smaller counts a graph of their own. The times
+is not the limit (``HostLimit.count``). ``passes.host_guard`` gives the smaller counts a graph of their own. The times
 are not compared if
 
 - an estimate covers only one collective, and the graph is not captured. Schedule ``chunked`` itself compares the
@@ -30,6 +30,7 @@ are not compared if
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ from overlap_inductor.sites.layouts import Size
 from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
+from overlap_inductor.torch_compat.guards import surely
 
 MARGIN = 2.2
 """Unless a CUDA graph is captured, sites are overlapped only if the GPU is estimated to need at least this many times
@@ -61,11 +63,12 @@ their estimate. The layers ran 0.89 to 0.99 times as fast as plain ones."""
 @dataclass
 class _Launched:
     """What a graph launches. ``multiplied``: matmuls, attentions, and other ops whose FLOPs torch can count.
-    ``others``: sites of grouped matmuls and of lookups."""
+    ``others``: sites of grouped matmuls and of lookups. ``tokens``: the symbolic numbers of tokens of all sites."""
 
     multiplied: list[fx.Node]
     others: list[OverlapSite]
     collectives: list[CollectiveNode]
+    tokens: list[torch.SymInt]
 
 
 @dataclass(frozen=True)
@@ -74,18 +77,25 @@ class HostLimit:
 
     Attributes:
         reason: why the sites are left as written at these sizes.
-        factor: from this multiple of the example's symbolic sizes on, the host is not the limit: a power of two.
-            ``None``: no such multiple is known.
+        size: a symbolic size of the graph; ``None`` if there is none.
+        count: a power of two. If ``size`` is at least ``count``, the host is not the limit. ``None``: no such number is
+            known. It does not depend on the example, so that ranks with different examples agree.
     """
 
     reason: Reason
-    factor: float | None = None
+    size: torch.SymInt | None = None
+    count: int | None = None
 
     def fewest(self, tokens: Size) -> int | None:
-        """The number of a site's ``tokens`` from which on the host is not the limit. ``None`` if it is not known."""
-        if self.factor is None or isinstance(tokens, int):
+        """The number of a site's ``tokens`` from which on the host is not the limit. 0 if the host is not the limit at
+        any size that the graph serves; ``None`` if no such number is known."""
+        if self.size is None or self.count is None:
             return None
-        return math.ceil(sizes.hint(tokens) * self.factor)
+        if surely(self.size >= self.count):
+            return 0
+        if isinstance(tokens, int) or surely(self.size < self.count):
+            return None
+        return math.ceil(sizes.hint(tokens) * self.count / sizes.hint(self.size))
 
 
 def limits(found: SiteFinder, config: OverlapConfig, by_example: bool = False) -> dict[fx.Node, HostLimit]:
@@ -106,6 +116,11 @@ def limits(found: SiteFinder, config: OverlapConfig, by_example: bool = False) -
             [n for n in multiplied if (n in later) is backward],
             [s for s in others if (s.collectives[0].node in later) is backward],
             [c for c in collectives if (c.node in later) is backward],
+            [
+                s.nodes.tokens
+                for s in found.sites
+                if (s.collectives[0].node in later) is backward and isinstance(s.nodes.tokens, torch.SymInt)
+            ],
         )
         if (limit := _limit(part, config, by_example)) is not None:
             result.update({c.node: limit for c in part.collectives})
@@ -124,26 +139,28 @@ def _backward_of_joint(found: SiteFinder) -> Collection[fx.Node]:
 
 
 def _limit(part: _Launched, config: OverlapConfig, by_example: bool) -> HostLimit | None:
-    """The sizes at which hiding the transfers of ``part`` saves no time, or ``None``. If the host limits the example,
-    symbolic sizes are doubled until it no longer does. Otherwise they are halved until it does."""
-    reason = _reason(part, config)
-    symbolic = [s for c in part.collectives for s in tools.shape(c.input) if isinstance(s, torch.SymInt)]
+    """The sizes at which hiding the transfers of ``part`` saves no time, or ``None``. Powers of two up to
+    ``config.max_tokens`` are tried for the largest symbolic number of tokens; other symbolic sizes are scaled with
+    it."""
+    symbolic = part.tokens or [s for c in part.collectives for s in _shape_of(c) if isinstance(s, torch.SymInt)]
     if by_example or not symbolic or any(map(tools.has_unbacked, map(_shape_of, part.collectives))):
+        reason = _reason(part, config)
         return None if reason is None else HostLimit(reason)
-    example, factor, most = max(map(sizes.hint, symbolic)), 1.0, max(config.max_tokens, 1)
-    if reason is None:
-        while example * factor >= 1:
-            with sizes.at_scale(factor / 2):
-                if (reason := _reason(part, config)) is not None:
-                    return HostLimit(reason, factor)
-            factor /= 2
+    size = max(symbolic, key=sizes.hint)
+    example = sizes.hint(size)
+
+    def reason_at(count: int) -> Reason | None:
+        with sizes.at_scale(count / example):
+            return _reason(part, config)
+
+    counts = [2**exponent for exponent in range(max(config.max_tokens, 1).bit_length())]
+    free = bisect.bisect_left(counts, True, key=lambda count: reason_at(count) is None)
+    if free == 0:
         return None
-    while example * factor <= most:
-        factor *= 2
-        with sizes.at_scale(factor):
-            if _reason(part, config) is None:
-                return HostLimit(reason, factor)
-    return HostLimit(reason)
+    limited = reason_at(counts[free - 1])
+    assert limited is not None
+    text = f"if the dynamic size {tools.size_text(size)} is {counts[free - 1]}, {limited.text}"
+    return HostLimit(Reason(limited.code, text), size, counts[free] if free < len(counts) else None)
 
 
 def _shape_of(collective: CollectiveNode) -> list[Size]:

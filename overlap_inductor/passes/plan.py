@@ -36,7 +36,6 @@ from overlap_inductor.sites.sizes import has_example
 from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
-from overlap_inductor.torch_compat.guards import surely
 
 
 def plan(site: OverlapSite, config: OverlapConfig, host_bound: HostLimit | None = None) -> Decision:
@@ -53,7 +52,7 @@ def plan(site: OverlapSite, config: OverlapConfig, host_bound: HostLimit | None 
     if config.schedule != "auto":
         return Decision("overlapped", "forced", _with(estimate, able[0].forced(site, config)))
     reasons, plans = [], {}
-    fewest = _fewest(site, host_bound)
+    fewest = host_bound.fewest(site.nodes.tokens) if host_bound is not None else 0
     for schedule in sorted(able, key=lambda s: estimate.get(s.name, 0.0)):
         found = schedule.where_it_pays(site, config, fewest or 0)
         if isinstance(found, Reason):
@@ -79,21 +78,13 @@ def plan(site: OverlapSite, config: OverlapConfig, host_bound: HostLimit | None 
     return Decision("overlapped", "analytic", _with(estimate, first))
 
 
-def _fewest(site: OverlapSite, host_bound: HostLimit | None) -> int | None:
-    """The number of the site's tokens from which on the host is not the limit. ``None`` if no such number is known, or
-    if the graph does not serve it."""
-    tokens = site.nodes.tokens
-    fewest = host_bound.fewest(tokens) if host_bound is not None else 0
-    return None if fewest and surely(tokens < fewest) else fewest
-
-
 def _loses(piece: PlanPiece, site: OverlapSite, fewest: int | None) -> bool:
     """Whether ``piece`` may be slower than the graph as written, because it serves sizes at which the host limits the
     graph. With a fixed number of tokens, ``small_message`` is not slower, because its launches are replayed. In a CUDA
     graph, it may be slower, because the hosts wait for each other before a replay.
 
     Args:
-        fewest: the number of tokens from which on the host is not the limit, or ``None``.
+        fewest: ``HostLimit.fewest`` of the site's tokens.
     """
     below = fewest is None or piece.tokens[0] < fewest
     replays = not piece.overlaps and isinstance(site.nodes.tokens, int) and not captured_by_inductor()

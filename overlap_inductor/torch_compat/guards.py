@@ -68,6 +68,25 @@ def surely(condition: Any) -> bool:
 
 
 def decide(condition: Any) -> bool:
-    """Decide ``condition``, a bool or ``SymBool``, by the sizes of the first call. A ``SymBool``'s answer
-    becomes a guard."""
+    """Decide ``condition``, a bool or ``SymBool``, by the sizes of the first call. A ``SymBool``'s answer becomes a
+    guard.
+
+    If the program states the bounds of one of the sizes (``mark_dynamic(x, 0, min=2, max=8192)``), torch allows no
+    guard that these bounds do not imply. Then no guard is added, and the answer is whether the condition surely holds.
+    """
+    if isinstance(condition, torch.SymBool) and _has_stated_bounds(condition):
+        return surely(condition)
     return bool(condition)
+
+
+def _has_stated_bounds(condition: torch.SymBool) -> bool:
+    from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
+
+    symbols = condition.node.expr.free_symbols
+    for tracked in condition.node.shape_env.tracked_fakes or []:
+        stated = getattr(tracked.symbolic_context, "constraint_sizes", None) or []
+        for dim, constraint in enumerate(stated):
+            size = tracked.fake.shape[dim] if isinstance(constraint, StrictMinMaxConstraint) else None
+            if isinstance(size, torch.SymInt) and not symbols.isdisjoint(size.node.expr.free_symbols):
+                return True
+    return False

@@ -103,7 +103,7 @@ def test_a_cuda_graph_is_one_launch() -> None:
     assert codes(report) == ["small_message"] * 2
 
 
-@pytest.mark.parametrize("example", [64, 1024, 2048, 8192])
+@pytest.mark.parametrize("example", [64, 1000, 1100, 2048, 3500, 8192])
 def test_dynamic_tokens_are_overlapped_from_the_count_on_at_which_the_gpu_is_the_limit(example: int) -> None:
     """2048 is the first power of two at which the GPU needs 2.2 times as long as the host. The estimate of one site
     alone pays from fewer tokens on. There is no small message: with a dynamic count, its launches are not replayed."""
@@ -116,7 +116,16 @@ def test_dynamic_tokens_are_overlapped_from_the_count_on_at_which_the_gpu_is_the
     assert next(first for name, first, _ in alone if name in ("chunked", "fused")) < 2048
 
 
-@pytest.mark.parametrize(("example", "guard", "expected"), [(64, "s < 2048", None), (8192, "s >= 2048", "overlapped")])
+@pytest.mark.parametrize(
+    ("example", "guard", "expected"),
+    [
+        (64, "s < 2048", None),
+        (1100, "s < 2048", None),
+        (2047, "s < 2048", None),
+        (2048, "s >= 2048", "overlapped"),
+        (3500, "s >= 2048", "overlapped"),
+    ],
+)
 def test_a_guard_divides_dynamic_tokens(example: int, guard: str, expected: str | None) -> None:
     """A graph for fewer than 2048 tokens has no overlap op. The guard holds for every count that the graph serves."""
     graph = HandGraph()
@@ -124,12 +133,52 @@ def test_a_guard_divides_dynamic_tokens(example: int, guard: str, expected: str 
     graph.output(through(graph, x, 2))
     host_guard.guard_counts(graph.graph, OverlapConfig(schedule="auto"), None)
     tokens = x.meta["val"].shape[0]
-    assert surely(tokens < 2048 if "<" in guard else tokens >= 2048)
+    assert surely(tokens < 2048 if "<" in guard else tokens >= 2048) and len(graph.shapes.guards) == 1
+    host_guard.guard_counts(graph.graph, OverlapConfig(schedule="auto"), None)
+    assert len(graph.shapes.guards) == 1
     report = graph.run(schedule="auto")
     if expected is None:
         assert codes(report) == ["host_bound"] * 2 and report.after == report.before
     else:
         assert [s.decision.status for s in report.sites] == [expected] * 2
+
+
+def test_the_reason_names_the_size_at_which_the_host_is_the_limit() -> None:
+    graph = HandGraph()
+    graph.output(through(graph, graph.input(64, 8192, dtype=BF16, dynamic=[0]), 2))
+    host_guard.guard_counts(graph.graph, OverlapConfig(schedule="auto"), None)
+    text = graph.run(schedule="auto").sites[0].decision.reasons[0].text
+    assert "is 1024, the GPU is estimated to need 536 us for the graph, and the host 420 us" in text
+
+
+def test_forward_and_backward_have_guards_of_their_own() -> None:
+    """The backward has twice as many features. So it is no longer limited by the host at half as many tokens."""
+    graph = HandGraph()
+    ahead = graph.input(1500, 8192, dtype=BF16, dynamic=[0])
+    back = graph.input(1500, 8192, dtype=BF16, name="tangents_1", dynamic=[0])
+    graph.output(through(graph, ahead, 2), through(graph, through(graph, back, 2), 2))
+    host_guard.guard_counts(graph.graph, OverlapConfig(schedule="auto"), None)
+    assert {str(guard.expr.lhs) for guard in graph.shapes.guards} == {
+        str(x.meta["val"].shape[0]) for x in (ahead, back)
+    }
+
+
+def test_a_site_of_fixed_size_beside_dynamic_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of the gather and its matmul are fixed. The site is overlapped in the graph for many tokens, and left
+    as written in the graph for few."""
+
+    def statuses(tokens: int) -> list[str]:
+        graph = HandGraph()
+        y = through(graph, graph.input(tokens, 8192, dtype=BF16, dynamic=[0]), 2)
+        fixed = graph.input(4096, 8192, dtype=BF16, name="fixed")
+        z = graph.mm(graph.gather(fixed), graph.input(8192, 4096, dtype=BF16, name="weight"))
+        graph.output(y, z)
+        host_guard.guard_counts(graph.graph, OverlapConfig(schedule="auto"), None)
+        return [s.decision.status for s in graph.run(schedule="auto").sites if s.facts.pattern == "all_gather_matmul"]
+
+    slow = dataclasses.replace(machine_for("cuda"), launch_seconds=3e-4)
+    monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: slow)
+    assert statuses(16384) == ["overlapped"] and statuses(64) == ["kept"]
 
 
 @pytest.mark.parametrize("switches", [{"schedule": "ring"}, {"mode": "report"}])
