@@ -229,7 +229,10 @@ class _Dims:
             if mine == other:
                 return
             if not set(mine).isdisjoint(other):
-                raise LayoutError("two matmuls have the elements of a dim in different orders; expected the same order")
+                raise LayoutError(
+                    "two matmuls have the elements of a dim in different orders, or one lacks some of them; expected"
+                    " the same elements in the same order"
+                )
         self.runs[dim].append(run)
 
     def whole(self, atoms: list[Atom]) -> int:

@@ -111,8 +111,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         received=sent * scale if moved.exchanges and site.nodes.is_sum else 0.0,
         contracted=sent * scale if moved.exchanges and set(site.nodes.roles) == {"K"} else 0.0,
         memory=sum(s.memory for s in sizes) * scale,
-        # Not scaled, because the tokens usually are the dim that is cut.
-        repeated=sum(_repeated(s, role, tools.dtype(m.node).itemsize) for m, s, role in cut),
+        repeated=sum(_repeated(s, role, scale) * tools.dtype(m.node).itemsize for m, s, role in cut),
         lookups=sum(s.memory > 0 for s in sizes),
         weights=sum(
             _weights(m, hint(s.m) * scale)
@@ -137,11 +136,11 @@ def _weights(matmul: GroupedNode, rows: float) -> float:
     return float(min(experts, rows) * math.prod(sizes) * tools.dtype(matmul.rhs).itemsize)
 
 
-def _repeated(sizes: MatmulSizes, cut: str, itemsize: int) -> float:
-    """``SiteSizes.repeated`` of one matmul whose dim ``cut`` is cut."""
+def _repeated(sizes: MatmulSizes, cut: str, scale: float) -> float:
+    """``SiteSizes.repeated`` of one matmul whose dim ``cut`` is cut, in elements."""
     batch, m, n, k = _example_sizes(sizes)
     elements = {"M": [n, k], "N": [m, k], "K": [2, m, n]}.get(cut)
-    return float(math.prod(map(hint, [*batch, *elements]))) * itemsize if elements else 0.0
+    return float(math.prod(_scaled([*batch, *elements], scale))) if elements else 0.0
 
 
 def moved_by(collective: CollectiveNode) -> cost_model.SiteSizes:

@@ -59,6 +59,12 @@ def scatter_groups(nodes: ReduceNodes, world_size: int, rows: Size) -> list[list
     return together(world_size, rows, _joined_rows(device) if joins else 1)
 
 
+def gather_groups(nodes: GatherNodes, world_size: int, rows: Size) -> list[list[int]]:
+    """As ``scatter_groups`` for the gather, if its matmuls can be joined (``gather_pieces.Consumer.joins``)."""
+    device = tools.value(nodes.collective.input).device
+    return together(world_size, rows, _joined_rows(device))
+
+
 def rewrite_scatter(emit: StepEmitter, nodes: ReduceNodes, bands: int) -> fx.Node:
     """Write the steps of a reduce-scatter of rows. Returns this rank's rows, a ``cat`` of the bands."""
     collective, sharded = nodes.collectives[0], nodes.sharded
@@ -123,4 +129,4 @@ def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, bands: int) -> tuple[f
     return gathered, steps.finish()
 
 
-__all__ = ["rewrite_gather", "rewrite_scatter", "scatter_groups"]
+__all__ = ["gather_groups", "rewrite_gather", "rewrite_scatter", "scatter_groups"]

@@ -14,9 +14,11 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts import cost_model
 from overlap_inductor.facts.machine import Machine
 from overlap_inductor.lowerings.ring.cost import again_seconds
+from overlap_inductor.lowerings.ring.unrolled_bands import gather_groups
 from overlap_inductor.lowerings.ring.unrolled_bands import scatter_groups
 from overlap_inductor.passes.sequence.seams.find import Seam
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import nodes_of
 from overlap_inductor.sites.reduce_nodes import ReduceNodes
@@ -99,9 +101,20 @@ def in_turn(scatter: Work, gather: Work, world_size: int, parts: Sequence[int]) 
     return clocks
 
 
-def in_bands(scatter: Work, gather: Work, world_size: int, bands: int, groups: Sequence[int] = ()) -> Clocks:
+def in_bands(
+    scatter: Work,
+    gather: Work,
+    world_size: int,
+    bands: int,
+    groups: Sequence[int] = (),
+    received: Sequence[int] = (),
+) -> Clocks:
     """The clocks after both sites, if each band is gathered when it has arrived (``lowerings.ring.unrolled_bands``).
-    ``groups``: how many ranks' rows each matmul of a band computes before they are sent; empty: one rank's rows."""
+
+    Args:
+        groups: how many ranks' rows each matmul of a band computes before they are sent; empty: one rank's rows.
+        received: the same for the rows that were gathered; empty: one matmul computes the rows of all other ranks.
+    """
     clocks, scattered = Clocks(), []
     for _ in range(bands):
         for ranks in groups or [1] * (world_size - 1):
@@ -117,7 +130,8 @@ def in_bands(scatter: Work, gather: Work, world_size: int, bands: int, groups: S
         clocks.multiply(gather, world_size * bands)
     for arrival in gathered:
         clocks.wait(1, arrival)
-        clocks.multiply(gather, world_size * bands / (world_size - 1))
+        for ranks in received or [world_size - 1]:
+            clocks.multiply(gather, world_size * bands / ranks)
     return clocks
 
 
@@ -129,8 +143,11 @@ def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
     parts = [s.decision.moving.parameters["sub_chunks"] for s in sites]
     world_size = seam.scatter.facts.collective.world_size
     nodes = nodes_of(seam.scatter, ReduceNodes)
-    groups = [len(group) for group in scatter_groups(nodes, world_size, nodes.sharded.chunk // bands)]
-    turn, banded = in_turn(scatters, gathers, world_size, parts), in_bands(scatters, gathers, world_size, bands, groups)
+    rows = nodes.sharded.chunk // bands
+    groups = [len(group) for group in scatter_groups(nodes, world_size, rows)]
+    received = [len(group) for group in gather_groups(nodes_of(seam.gather, GatherNodes), world_size, rows)]
+    turn = in_turn(scatters, gathers, world_size, parts)
+    banded = in_bands(scatters, gathers, world_size, bands, groups, received)
     # ``hops``: the sends that bands add. The gather sends a band to all ranks in one step. Each band but the first also
     # adds a wait to the scatter, and a matmul of this rank's own rows to the gather.
     hops = (world_size - 1) * (bands - parts[0]), bands - (world_size - 1) * parts[1]
