@@ -101,6 +101,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace-steps", type=int, default=3, help="number of steps of a variant to profile")
     parser.add_argument("--out", type=Path, help="the file to which rows are added")
     options = parser.parse_args(arguments)
+    default = CPU_CASES if options.device == "cpu" else CUDA_CASES
+    if options.dynamic and "decode" in [phase for phase, *_ in cases_of(options, default)]:
+        parser.error("--dynamic needs --phases without decode, which always has one new token")
     if options.repeats < 2:
         parser.error("--repeats must be at least 2, because rows hold percentiles")
     if not all("=" in word for word in options.set):

@@ -41,6 +41,7 @@ from bench.timing import greatest
 from bench.timing import in_turn
 from bench.timing import worst
 from overlap_inductor.report import publish as reporting
+from overlap_inductor.report.report import OverlapReport
 
 FLOOR = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 """For each dtype, an error that every variant may have. It is relative to a tensor's largest element."""
@@ -217,22 +218,28 @@ def _on_one_core(device: str) -> Iterator[None]:
 def _first_run(
     variant: Variant, programs: list[Program], function: Any, reference: Outputs, settings: Settings
 ) -> dict[str, Any]:
-    """Run one step of each program, which compiles, and two more of the last one: one is compared, the other is
-    measured for memory. Returns figures for the row."""
+    """Run two steps of each program: the first compiles, and the second one of the last program is compared. Then run
+    one more step of the last program, which is measured for memory. Returns figures for the row.
+
+    With ``Settings.dynamic``, the first program has a model of its own, whose memory also counts."""
     program = programs[-1]
-    reporting.forget_reports()
+    reports: list[OverlapReport] = []
     dist.barrier()
     begin = time.perf_counter()
     for each in programs:
+        reporting.forget_reports()
         each.step(function)
+        # If no new graph was compiled, the graphs of the program before serve this one, too.
+        if variant.switches is not None and (new := reporting.all_reports()):
+            reports = new
     first = time.perf_counter() - begin
     begin = time.perf_counter()
-    found = program.step(function)
+    for each in programs:
+        found = each.step(function)
     # A first step compiles and runs. Its running time is taken to be that of the second step. (On GPUs, this is host
-    # time, and with CUDA graphs the second step also records the graph. The running time of an earlier program stays.)
+    # time, and with CUDA graphs the second step also records the graph.)
     first -= time.perf_counter() - begin
     off = error(found, reference)
-    reports = reporting.all_reports() if variant.switches is not None else []
     seconds, most, more = worst([first, *memory_of(program, function, settings.device)])
     return {
         "error": float(f"{off:.3g}") if variant.right else None,

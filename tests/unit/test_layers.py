@@ -80,7 +80,14 @@ def test_cases_are_those_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--ranks", "2", "4", "--megabits", "500"], ["--set", "sub_chunks"], ["--repeats", "1"]]
+    "words",
+    [
+        ["--ranks", "2", "4", "--megabits", "500"],
+        ["--set", "sub_chunks"],
+        ["--repeats", "1"],
+        ["--dynamic", "8", "--phases", "decode"],
+        ["--dynamic", "8", "--device", "cuda"],
+    ],
 )
 def test_bad_arguments_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit):
