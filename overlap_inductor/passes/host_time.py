@@ -79,7 +79,7 @@ class HostLimit:
         reason: why the sites are left as written at these sizes.
         size: a symbolic size of the graph; ``None`` if there is none.
         count: a power of two. If ``size`` is at least ``count``, the host is not the limit. ``None``: no such number is
-            known. It does not depend on the example, so that ranks with different examples agree.
+            known. If the graph has one symbolic size, it does not depend on the example, so that ranks agree.
     """
 
     reason: Reason
@@ -139,11 +139,11 @@ def _backward_of_joint(found: SiteFinder) -> Collection[fx.Node]:
 
 
 def _limit(part: _Launched, config: OverlapConfig, by_example: bool) -> HostLimit | None:
-    """The sizes at which hiding the transfers of ``part`` saves no time, or ``None``. Powers of two up to
-    ``config.max_tokens`` are tried for the largest symbolic number of tokens; other symbolic sizes are scaled with
-    it."""
+    """The sizes at which hiding the transfers of ``part`` saves no time, or ``None``. Powers of two are tried for the
+    largest symbolic number of tokens, beyond ``config.max_tokens`` and the example. Other symbolic sizes are scaled
+    with it."""
     symbolic = part.tokens or [s for c in part.collectives for s in _shape_of(c) if isinstance(s, torch.SymInt)]
-    if by_example or not symbolic or any(map(tools.has_unbacked, map(_shape_of, part.collectives))):
+    if by_example or not symbolic or any(map(tools.has_unbacked, [symbolic, *map(_shape_of, part.collectives)])):
         reason = _reason(part, config)
         return None if reason is None else HostLimit(reason)
     size = max(symbolic, key=sizes.hint)
@@ -153,7 +153,7 @@ def _limit(part: _Launched, config: OverlapConfig, by_example: bool) -> HostLimi
         with sizes.at_scale(count / example):
             return _reason(part, config)
 
-    counts = [2**exponent for exponent in range(max(config.max_tokens, 1).bit_length())]
+    counts = [2**exponent for exponent in range(max(config.max_tokens, example).bit_length() + 1)]
     free = bisect.bisect_left(counts, True, key=lambda count: reason_at(count) is None)
     if free == 0:
         return None

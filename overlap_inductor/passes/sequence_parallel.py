@@ -54,6 +54,7 @@ from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.graph_inputs import freezing
 from overlap_inductor.torch_compat.graph_inputs import is_parameter
 from overlap_inductor.torch_compat.guards import decide
+from overlap_inductor.torch_compat.guards import may_decide
 from overlap_inductor.torch_compat.step_values import StepValues
 
 log = logging.getLogger("overlap_inductor")
@@ -151,10 +152,10 @@ def _divides(number: int, stretch: Stretch, facts: list[StretchFacts], config: O
         )
         limit = estimate.limit_of_keeping(count, lambda factor: estimate.may_pay(stretch, factor / CLEARLY, config))
         if limit is not None and not decide(tokens.count >= limit):
-            text += f"; {limit} tokens and more get a graph of their own"
+            text += f"; {limit} tokens and more {_other_graph(tokens.count >= limit)}"
         facts[number] = replace(facts[number], status="kept", reasons=(Reason("few_tokens", text),))
         return False
-    # Multiples and other numbers get graphs of their own, because the graph for multiples needs no padding.
+    # Multiples and other numbers get graphs of their own if guards are allowed, because multiples need no padding.
     decide(tokens.count % tokens.world_size == 0)
     return True
 
@@ -227,9 +228,15 @@ def _pays(number: int, stretch: Stretch, facts: list[StretchFacts], pays_at: Any
         text = f"estimated {times['rewritten']:.0f} us rewritten, against {times['keep']:.0f} us as written"
         text += " (the rewrite pays only if a gather can be hidden)"
         if limit is not None:
-            text += f"; calls with {limit} tokens or more get a graph of their own, which is rewritten"
+            text += f"; calls with {limit} tokens or more {_other_graph(count >= limit)}"
         facts[number] = replace(facts[number], status="kept", reasons=(Reason("too_small", text),))
     return result
+
+
+def _other_graph(condition: Any) -> str:
+    if may_decide(condition):
+        return "get a graph of their own, for which the rewrite is considered again"
+    return "use this graph, too, because the program states the bounds of their number"
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

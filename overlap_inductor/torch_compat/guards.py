@@ -74,19 +74,27 @@ def decide(condition: Any) -> bool:
     If the program states the bounds of one of the sizes (``mark_dynamic(x, 0, min=2, max=8192)``), torch allows no
     guard that these bounds do not imply. Then no guard is added, and the answer is whether the condition surely holds.
     """
-    if isinstance(condition, torch.SymBool) and _has_stated_bounds(condition):
-        return surely(condition)
-    return bool(condition)
+    return bool(condition) if may_decide(condition) else surely(condition)
 
 
-def _has_stated_bounds(condition: torch.SymBool) -> bool:
+def may_decide(condition: Any) -> bool:
+    """Whether ``decide`` may add a guard for ``condition``: the program states no bounds of its sizes."""
+    if not isinstance(condition, torch.SymBool):
+        return True
+    symbols = condition.node.expr.free_symbols
+    tracked = getattr(condition.node.shape_env, "tracked_fakes", None) or []
+    bounded = (s for t in tracked for s in _bounded(t.fake, t.symbolic_context))
+    return all(symbols.isdisjoint(size.node.expr.free_symbols) for size in bounded)
+
+
+def _bounded(fake: Any, context: Any) -> Iterator[torch.SymInt]:
+    """The symbolic sizes of ``fake``, and of the tensors in a subclass such as ``DTensor``, whose bounds the program
+    states."""
     from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 
-    symbols = condition.node.expr.free_symbols
-    for tracked in condition.node.shape_env.tracked_fakes or []:
-        stated = getattr(tracked.symbolic_context, "constraint_sizes", None) or []
-        for dim, constraint in enumerate(stated):
-            size = tracked.fake.shape[dim] if isinstance(constraint, StrictMinMaxConstraint) else None
-            if isinstance(size, torch.SymInt) and not symbols.isdisjoint(size.node.expr.free_symbols):
-                return True
-    return False
+    stated = getattr(context, "constraint_sizes", None) or []
+    for size, constraint in zip(getattr(fake, "shape", ()), stated, strict=False):
+        if isinstance(constraint, StrictMinMaxConstraint) and isinstance(size, torch.SymInt):
+            yield size
+    for name, inner in (getattr(context, "inner_contexts", None) or {}).items():
+        yield from _bounded(getattr(fake, name, None), inner)

@@ -143,6 +143,16 @@ def test_a_guard_divides_dynamic_tokens(example: int, guard: str, expected: str 
         assert [s.decision.status for s in report.sites] == [expected] * 2
 
 
+def test_an_example_beyond_the_largest_number_of_tokens() -> None:
+    """With 65536 tokens the host is not the limit, although it is with ``max_tokens``."""
+    slow = '{"launch_seconds": 1e-3, "call_seconds": 1e-3}'
+    graph = HandGraph()
+    x = graph.input(65536, 8192, dtype=BF16, dynamic=[0])
+    graph.output(through(graph, x, 2))
+    (limit, _) = host_time.limits(graph.found(), OverlapConfig(schedule="auto", machine=slow, max_tokens=1024)).values()
+    assert limit.count is not None and 1024 < limit.count <= 65536
+
+
 def test_the_reason_names_the_size_at_which_the_host_is_the_limit() -> None:
     graph = HandGraph()
     graph.output(through(graph, graph.input(64, 8192, dtype=BF16, dynamic=[0]), 2))

@@ -4,12 +4,15 @@ it, and ``off`` turns it off. Mode ``report`` only describes it. A failed rewrit
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 from torch.utils._sympy.functions import Mod
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from overlap_inductor.errors import StrictError
 from overlap_inductor.facts.exchange import ExchangePlan
@@ -75,6 +78,27 @@ def test_auto_guards_a_symbolic_number_of_tokens_where_the_choice_changes() -> N
         (size,) = (n.meta["val"].shape[0].node.expr for n in small.graph.nodes if n.name == "x")
         assert upper == (size < upper.rhs) and 16 < int(upper.rhs) <= int(limit.rhs)
         assert reason.code == "few_tokens" and f"{upper.rhs} tokens and more get a graph of their own" in reason.text
+
+
+def test_no_guard_is_added_if_the_program_states_bounds() -> None:
+    """Torch fails a compile whose guards the stated bounds do not imply. The bounds may belong to the local tensor of a
+    DTensor (``inner_contexts``)."""
+    bounds = StrictMinMaxConstraint(warn_only=False, vr=ValueRanges(2, 8192))
+    with fake_group(8), planning_for(H200):
+        for inner in (False, True):
+            for tokens in (16, 16384):
+                made = layer(tokens, dynamic=True)
+                (x,) = (n.meta["val"] for n in made.graph.nodes if n.name == "x")
+                context = SimpleNamespace(constraint_sizes=[bounds, None])
+                tracked = SimpleNamespace(fake=x, symbolic_context=context)
+                if inner:
+                    fake, outer = SimpleNamespace(shape=(), local=x), SimpleNamespace(inner_contexts={"local": context})
+                    tracked = SimpleNamespace(fake=fake, symbolic_context=outer)
+                made.shapes.tracked_fakes = [tracked]
+                (facts,) = made.divide(schedule="auto", sequence_parallel="auto")
+                assert facts.status == "kept" and not made.shapes.guards
+                if tokens == 16:
+                    assert "use this graph, too, because the program states the bounds" in facts.reasons[0].text
 
 
 def test_a_guard_excludes_numbers_of_tokens_at_which_the_host_is_the_limit() -> None:

@@ -60,9 +60,11 @@ def scatter_groups(nodes: ReduceNodes, world_size: int, rows: Size) -> list[list
 
 
 def gather_groups(nodes: GatherNodes, world_size: int, rows: Size) -> list[list[int]]:
-    """As ``scatter_groups`` for the gather, if its matmuls can be joined (``gather_pieces.Consumer.joins``)."""
-    device = tools.value(nodes.collective.input).device
-    return together(world_size, rows, _joined_rows(device))
+    """As ``scatter_groups`` for the gather. The groups of ``Steps`` are smaller if its first dim cannot be cut."""
+    joins = not nodes.layouts and all(
+        c.matmul.kind in JOINABLE and (c.role == "K" or (c.role, c.operand) == ("M", "lhs")) for c in nodes.consumers
+    )
+    return together(world_size, rows, _joined_rows(tools.value(nodes.collective.input).device) if joins else 1)
 
 
 def rewrite_scatter(emit: StepEmitter, nodes: ReduceNodes, bands: int) -> fx.Node:
