@@ -227,7 +227,7 @@ def _home(x: torch.Tensor) -> torch.Tensor:
 
 
 def _twice(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
-    return _home(_back(_grouped(_grouped(_there(x)[i], w, ends), w, ends + 0), i))
+    return _home(_back(_grouped(_grouped(_there(x)[i], w, ends), w, ends + 1), i))
 
 
 MISSES: dict[str, tuple[Rows, str]] = {
