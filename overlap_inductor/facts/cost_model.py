@@ -37,13 +37,15 @@ class SiteSizes:
         tiles: number of output tiles of 128 x 256 elements, of all matmuls together. If the matmuls run one after
             another: of the matmul with the most tiles.
         gathers: whether the collective is an all-gather.
+        outputs: whether an all-gather moves the matmuls' result.
         exchanges: whether the collective is an all-to-all.
         replays: whether a call's launches are replayed as one CUDA graph (``runtime.replay``).
         weights: bytes of experts' weights that a grouped matmul reads; else 0.
         handed_out: bytes of the gathered tensor that an op copies out of its workspace for other nodes than the
             matmuls.
-        received: bytes that a rank receives in an all-to-all after the matmuls; else 0. An op copies them out of its
-            workspace.
+        received: bytes that a rank receives in an all-to-all or an all-gather after the matmuls; else 0. An op copies
+            them out of its workspace. Also 0 if the program copies an all-gather's result (``SiteNodes.joined``),
+            because the op's copy takes the place of the program's.
         contracted: bytes that a rank receives in an all-to-all before matmuls that contract the exchanged dim; else 0.
             For ``attention_all_to_all`` it is also set, but not used.
         memory: bytes that lookups in tables read and write.
@@ -60,6 +62,7 @@ class SiteSizes:
     legs: int = 1
     tiles: int = 0
     gathers: bool = False
+    outputs: bool = False
     replays: bool = False
     handed_out: float = 0.0
     exchanges: bool = False

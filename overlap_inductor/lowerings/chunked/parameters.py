@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.lowerings.chunked import output_sizes
 from overlap_inductor.lowerings.chunked.sizes import even_sizes
 from overlap_inductor.lowerings.chunked.sizes import gather_sizes
 from overlap_inductor.lowerings.chunked.sizes import scatter_sizes
@@ -37,6 +38,8 @@ Range = tuple[int, int]
 """``(first row, end)``."""
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 """The patterns in which rows are multiplied after they have arrived."""
+BANDED = ("matmul_all_reduce", "all_to_all_matmul", "matmul_all_gather")
+"""The patterns in which rows may be cut into bands."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
 """At most ``MOST_BANDS`` bands are chosen. In an all-reduce, each of several bands has at least ``BAND_BYTES`` bytes
 for each peer. With W > 4 ranks, this limit is W / 4 times as large. On 8 H200s, bands of 16 MiB were the fastest."""
@@ -55,8 +58,9 @@ class ChunkedParameters:
             ``GATHERS`` has one chunk; in other patterns, one matmul computes all rows of a band. ``None``:
             ``chunked.sizes`` chooses the number and the sizes of the chunks.
         sizes: sizes of the chunks in shards, instead of ``chunks``.
-        bands: number of bands in an all-reduce, or in an all-to-all before matmuls that contract the exchanged dim. 0:
-            ``fitted`` or ``fitted_bands`` chooses the number. Other sites have one band.
+        bands: number of bands in an all-reduce, in an all-to-all before matmuls that contract the exchanged dim, or in
+            a gather of the matmul's result. 0: ``fitted``, ``fitted_bands`` or ``fitted_output`` chooses the number.
+            Other sites have one band.
         grain: a chunk or band begins at a multiple of this many rows of its shard. The default is the height of
             ``TILE``.
         pushers: SMs that a transport may use.
@@ -110,7 +114,7 @@ def automatic(pattern: str) -> tuple[str, ...]:
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    return {"transport": transport, "bands": 0 if pattern in ("matmul_all_reduce", "all_to_all_matmul") else 1}
+    return {"transport": transport, "bands": 0 if pattern in BANDED else 1}
 
 
 def fitted(
@@ -175,6 +179,25 @@ def fitted_bands(world_size: int, rows: int, columns: int, row_bytes: int, p: Ch
     bands = p.bands or max(1, min(MOST_BANDS, tiles // p.sms))
     transport = _fastest(rows * row_bytes, bands) if p.transport == "auto" else p.transport
     return replace(p, bands=bands, transport=transport, turns_from=TURNS_FROM if p.turns_from is None else p.turns_from)
+
+
+def fitted_output(
+    world_size: int, rows: int, columns: int, itemsize: int, p: ChunkedParameters
+) -> tuple[ChunkedParameters, tuple[int, ...]]:
+    """``(p with all values filled in, rows of each band)`` for a gather of a matmul's result. The bands depend only on
+    values that all ranks share.
+
+    Args:
+        rows, columns: M and N of a rank's matmul.
+        itemsize: bytes of an element of the result.
+    """
+    if p.bands:
+        sizes = tuple(size for _, size in bands_of(rows, p))
+    else:
+        sizes = output_sizes.band_rows(rows, columns, world_size - 1, itemsize, p.sms, p.grain)
+    transport = _fastest(rows * columns * itemsize, len(sizes)) if p.transport == "auto" else p.transport
+    turns_from = TURNS_FROM if p.turns_from is None else p.turns_from
+    return replace(p, bands=len(sizes), transport=transport, turns_from=turns_from), sizes
 
 
 def _fastest(nbytes: int, pieces: int) -> str:
@@ -245,6 +268,9 @@ def needed(
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals
+    if pattern == "matmul_all_gather":
+        # Each rank's slice has the rows of all shards together.
+        return world_size * world_size * rows * columns * itemsize, parameters.bands or output_sizes.MOST_BANDS
     # One flag for each band if the exchanged dim is contracted, otherwise one for each part.
     bands = parameters.bands or MOST_BANDS if pattern == "all_to_all_matmul" else 1
     nbytes = world_size * rows * (inner if pattern in GATHERS else columns) * itemsize
