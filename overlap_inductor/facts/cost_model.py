@@ -43,9 +43,8 @@ class SiteSizes:
         weights: bytes of experts' weights that a grouped matmul reads; else 0.
         handed_out: bytes of the gathered tensor that an op copies out of its workspace for other nodes than the
             matmuls.
-        received: bytes that a rank receives in an all-to-all or an all-gather after the matmuls; else 0. An op copies
-            them out of its workspace. Also 0 if the program copies an all-gather's result (``SiteNodes.joined``),
-            because the op's copy takes the place of the program's.
+        received: bytes that a rank receives in an all-to-all after the matmuls; else 0. An op copies them out of its
+            workspace.
         contracted: bytes that a rank receives in an all-to-all before matmuls that contract the exchanged dim; else 0.
             For ``attention_all_to_all`` it is also set, but not used.
         memory: bytes that lookups in tables read and write.

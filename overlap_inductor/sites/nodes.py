@@ -184,10 +184,6 @@ class SiteNodes(ABC):
         rank sends and receives. These numbers may be known only at run time."""
         return []
 
-    def joined(self) -> fx.Node | None:
-        """After a gather of the matmuls' result: the node that copies the ranks' slices side by side, or ``None``."""
-        return None
-
     def place(self) -> Placement | None:
         """The first of ``places`` without an obstacle, else the first one; ``None`` if there are none."""
         found = self.places()

@@ -99,11 +99,9 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     cut = [(m, s, r) for m, s, r in zip(site.matmuls, sizes, site.nodes.roles, strict=True) if m.kind in _PACKED]
     gathered = sum(map(_local_bytes, site.nodes.moved)) * (moved.world_size if moved.gathers else 1)
     handed_out = gathered if site.nodes.hands_out_gathered() else 0.0
-    outputs = moved.gathers and site.nodes.is_sum
-    copies = site.nodes.is_sum and (moved.exchanges or outputs and site.nodes.joined() is None)
     return dataclasses.replace(
         moved,
-        outputs=outputs,
+        outputs=moved.gathers and site.nodes.is_sum,
         legs=moved.legs + site.nodes.returns,
         flops=flops * scale,
         skipped=skipped * scale,
@@ -111,7 +109,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         itemsize=itemsize,
         tiles=tiles,
         handed_out=handed_out * scale,
-        received=sent * scale if copies else 0.0,
+        received=sent * scale if moved.exchanges and site.nodes.is_sum else 0.0,
         contracted=sent * scale if moved.exchanges and set(site.nodes.roles) == {"K"} else 0.0,
         memory=sum(s.memory for s in sizes) * scale,
         repeated=sum(_repeated(s, role, scale) * tools.dtype(m.node).itemsize for m, s, role in cut),

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import fx
 
 from overlap_inductor.facts.machine import machine_for
+from overlap_inductor.lowerings.chunked.output_sizes import MOST_BANDS
+from overlap_inductor.passes import plan as planner
+from overlap_inductor.runtime.arena import READS
 from overlap_inductor.sites import sizes as site_sizes
 from tests.compile.fused_graphs import BF16
 from tests.compile.fused_graphs import operand
@@ -123,19 +128,30 @@ def large_head(tokens: int, columns: int, dynamic: bool = False, joined: bool = 
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_auto_chooses_chunks_for_a_large_head(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_auto_chooses_chunks_for_a_large_head(monkeypatch: pytest.MonkeyPatch, world_size: int, joined: bool) -> None:
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
-    found = {}
     with fake_group(world_size):
-        for tokens in (16, 8192):
-            for joined in (False, True):
-                (site,) = large_head(tokens, 32000, joined=joined).run(schedule="auto").sites
-                found[tokens, joined] = site.decision.moving
-    assert {found[16, joined].schedule for joined in (False, True)} == {"keep"}
-    alone, joined = found[8192, False], found[8192, True]
-    assert alone.schedule == joined.schedule == "chunked"
-    copy = 2 * (world_size - 1) / world_size * 8192 * 32000 * 2 / machine_for("cuda").memory_bytes * 1e6
-    assert alone.estimate_us["chunked"] - joined.estimate_us["chunked"] == pytest.approx(copy, abs=0.3)
+        (small,), (large,) = (large_head(n, 32000, joined=joined).run(schedule="auto").sites for n in (16, 8192))
+    assert small.decision.moving.schedule == "keep"
+    moving = large.decision.moving
+    assert (moving.schedule, moving.transport) == ("chunked", "copy_engine")
+    estimate = moving.estimate_us
+    longer, shorter = sorted((estimate["matmul"], estimate["collective"] - 30), reverse=True)
+    fixed = 8 + 7 * (world_size - 1) + 8 * MOST_BANDS
+    assert estimate["chunked"] == pytest.approx(longer + shorter / MOST_BANDS + fixed, abs=0.5)
+
+
+@pytest.mark.parametrize(("transport", "reads"), [("auto", True), ("copy_engine", True), ("sm_push", False)])
+def test_a_rank_reads_its_peers_rows_if_the_transport_can(transport: str, reads: bool) -> None:
+    """The workspace then holds this rank's slice only, in a slot of its own kind."""
+    with fake_group(2):
+        (site,) = head().run(schedule="chunked", transport=transport).sites
+        piece = site.decision.moving
+        needs = planner.workspace([head().found().sites[0].decided(site.decision)])["0"]
+    assert json.loads(piece.parameters["settings"])["reads"] is reads
+    own = 24 * 40 * 2
+    assert needs == [[site.facts.id, own, MOST_BANDS, READS] if reads else [site.facts.id, 2 * own, MOST_BANDS]]
 
 
 def test_a_token_count_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:

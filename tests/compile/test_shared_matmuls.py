@@ -71,11 +71,11 @@ def test_two_sites_may_save_more_than_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"workspace_limit": 400}, {"patterns": (FRONT,)}, {"schedule": "fused"}], ids=lambda f: next(iter(f))
+    "fields", [{"workspace_limit": 200}, {"patterns": (FRONT,)}, {"schedule": "fused"}], ids=lambda f: next(iter(f))
 )
 def test_a_site_that_cannot_be_overlapped_takes_no_matmul(fields: dict[str, Any]) -> None:
     """The second gather has no workspace, is switched off, or has no kernel. Then the first one is overlapped."""
-    report = run(32000, **fields)
+    report = run(32000, world_size=2, **fields)
     assert overlapped(report) == [FRONT] and report.notices == []
 
 

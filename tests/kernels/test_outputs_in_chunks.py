@@ -23,6 +23,10 @@ from overlap_inductor.lowerings.chunked.output_launch import matmul_all_gather
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.chunked.parameters import needed
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
+from overlap_inductor.runtime.arena import CREDITS
+from overlap_inductor.runtime.arena import READS
+from overlap_inductor.runtime.workspace import Launch
+from overlap_inductor.transports.transport import Reads
 from tests.kernels.ranks import SharedWorkspace
 from tests.kernels.ranks import at_rest
 from tests.kernels.ranks import run_ranks
@@ -30,6 +34,7 @@ from tests.kernels.ranks import shared
 
 CALLS, K, N = 3, 16, 24
 SMALL = ChunkedParameters(1, "copy_engine", grain=8, pushers=2)
+READING = ChunkedParameters(1, "auto", grain=8, reads=True)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ CASES = {
     "both layouts, bands chosen, pushed, fp16": Case(
         3, 40, replace(SMALL, bands=0, transport="sm_push"), turns=True, bias=True, dtype=torch.float16
     ),
+    "read, one band": Case(2, 16, READING),
+    "read, side by side, three bands": Case(4, 24, replace(READING, bands=3), side_by_side=True),
+    "read, both layouts, bands chosen, bias, fp16": Case(
+        3, 40, replace(READING, bands=0), turns=True, bias=True, dtype=torch.float16
+    ),
     "side by side, bands and transport chosen": Case(
         2, 33, replace(SMALL, bands=0, transport="auto"), side_by_side=True, bias=True
     ),
@@ -66,10 +76,15 @@ def _integers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype).share_memory_()
 
 
+def _launch(workspace: SharedWorkspace, rank: int, parameters: ChunkedParameters, patience_ns: int = 10**9) -> Launch:
+    launch = workspace.launch(rank, patience_ns)
+    return replace(launch, slot=replace(launch.slot, protocol=READS if parameters.reads else CREDITS))
+
+
 def _rank(
     rank: int, workspace: SharedWorkspace, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, case: Case
 ) -> None:
-    launch = workspace.launch(rank)
+    launch = _launch(workspace, rank, case.parameters)
     matmul = VendorMatmul(b[rank].t(), b[rank, :, 0].contiguous() if case.bias else None)
     for call in range(CALLS):
         found = matmul_all_gather(a[call, rank], matmul, launch, case.parameters, case.beside(call))
@@ -87,7 +102,8 @@ def test_is_equal_to_the_matmul_and_the_gather(name: str) -> None:
     a = _integers(CALLS, w, rows, K, dtype=case.dtype, seed=1)
     b = _integers(w, N, K, dtype=case.dtype, seed=2)
     out = shared(CALLS, w, w * rows * N, dtype=case.dtype, fill=float("nan"))
-    workspace = SharedWorkspace.of(w, *needed(PATTERN, w, -(-rows // w), K, N, 2, case.parameters))
+    nbytes, signals, *_ = needed(PATTERN, w, -(-rows // w), K, N, 2, case.parameters)
+    workspace = SharedWorkspace.of(w, nbytes, signals)
     run_ranks(w, _rank, workspace, a, b, out, case)
     for call in range(CALLS):
         products = [x.double() @ y.double().t() + case.bias * y[:, 0].double() for x, y in zip(a[call], b, strict=True)]
@@ -96,14 +112,15 @@ def test_is_equal_to_the_matmul_and_the_gather(name: str) -> None:
             assert torch.equal(out[call, rank].double(), expected), (call, rank)
 
 
+@pytest.mark.parametrize("parameters", [SMALL, READING], ids=["sent", "read"])
 @pytest.mark.parametrize("side_by_side", [False, True])
-def test_a_peer_that_never_comes(side_by_side: bool) -> None:
+def test_a_peer_that_never_comes(side_by_side: bool, parameters: ChunkedParameters) -> None:
     """The call ends, and its result is NaN. The next call raises an error that names the site and the peer."""
-    launch = SharedWorkspace.of(3, 20_000, 8).launch(0, patience_ns=20_000)
+    launch = _launch(SharedWorkspace.of(3, 20_000, 8), 0, parameters, patience_ns=20_000)
     a, matmul = torch.ones(48, K).half(), VendorMatmul(torch.ones(K, N).half())
-    assert matmul_all_gather(a, matmul, launch, SMALL, side_by_side).isnan().all()
+    assert matmul_all_gather(a, matmul, launch, parameters, side_by_side).isnan().all()
     with pytest.raises(TransferError, match="timed out waiting for finished rows from rank 1: expected call 1"):
-        matmul_all_gather(a, matmul, launch, SMALL, side_by_side)
+        matmul_all_gather(a, matmul, launch, parameters, side_by_side)
 
 
 class _Side:
@@ -121,30 +138,52 @@ class _Side:
         return None
 
 
-def test_each_band_is_sent_before_the_next_one_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The waits follow the last matmul: no matmul stands behind a wait for a peer."""
-    launch, side, events = SharedWorkspace.of(2, 20_000, 8).launch(0, patience_ns=20_000), _Side(), []
-    prepare, wait = output_launch._prepare, output_launch.credit_kernel
+ORDERS = {
+    "sent": (SMALL, ["matmul", "credits", "send", "matmul", "send", "wait", "wait"]),
+    "read": (READING, ["credits", *["matmul", "announce", "wait beside", "read"] * 2]),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_no_matmul_stands_behind_a_wait_for_a_peers_band(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Bands that are sent are waited for after the last matmul. Bands that are read are waited for beside the next
+    matmul, and credits come before the first one, because peers may still read the previous product."""
+    parameters, expected = ORDERS[name]
+    launch, side = _launch(SharedWorkspace.of(2, 20_000, 8), 0, parameters, patience_ns=20_000), _Side()
+    events: list[str] = []
+    prepare, credits = output_launch._prepare, output_launch.credit_kernel
 
     class Matmul(VendorMatmul):
         def __call__(self, *arguments: object) -> None:
             events.append("matmul")
             super().__call__(*arguments)  # type: ignore[arg-type]
 
-    def logged(word: str, function: Any) -> Any:
-        return lambda *given: (events.append(word if word != "send" or side.inside else "not beside"), function(*given))
+    def logged(word: str, function: Any, beside: bool) -> Any:
+        def call(*given: object) -> None:
+            events.append(word if side.inside == beside else f"{word} beside" if side.inside else f"{word} not beside")
+            function(*given)
+
+        return call
 
     def prepared(*arguments: Any) -> Any:
         call = prepare(*arguments)
-        bands = [replace(band, send=logged("send", band.send), wait=logged("wait", band.wait)) for band in call.bands]
+        bands = []
+        for band in call.bands:
+            band = replace(band, wait=logged("wait", band.wait, False))
+            if band.send is not None:
+                band = replace(band, send=logged("send", band.send, True))
+            if band.reads is not None:
+                functions = logged("announce", band.reads.announce, True), logged("read", band.reads.read, True)
+                band = replace(band, reads=Reads(*functions))
+            bands.append(band)
         return replace(call, bands=bands)
 
     monkeypatch.setattr(output_launch, "side_stream", lambda device: side)
     monkeypatch.setattr(output_launch, "_prepare", prepared)
-    monkeypatch.setattr(output_launch, "credit_kernel", lambda launch: logged("credits", wait(launch)))
+    monkeypatch.setattr(output_launch, "credit_kernel", lambda launch: logged("credits", credits(launch), False))
     matmul = Matmul(torch.ones(K, N).half())
-    matmul_all_gather(torch.ones(32, K).half(), matmul, launch, replace(SMALL, bands=2))
-    assert events == ["matmul", "credits", "send", "matmul", "send", "wait", "wait"]
+    matmul_all_gather(torch.ones(32, K).half(), matmul, launch, replace(parameters, bands=2))
+    assert events == expected
 
 
 def test_unsupported_operands_are_refused() -> None:
@@ -155,6 +194,8 @@ def test_unsupported_operands_are_refused() -> None:
         matmul_all_gather(torch.zeros(8, K).half(), VendorMatmul(b[:, :12]), launch, SMALL)
     with pytest.raises(UnsupportedError, match="the call needs 3072 bytes and 1 signals"):
         matmul_all_gather(torch.zeros(32, K).half(), VendorMatmul(b), launch, SMALL)
+    with pytest.raises(UnsupportedError, match="the call needs 384 bytes and 1 signals with protocol reads"):
+        matmul_all_gather(torch.zeros(8, K).half(), VendorMatmul(b), launch, READING)
 
 
 def test_bands_are_chosen_by_their_estimate() -> None:

@@ -113,10 +113,11 @@ def _contracted_seconds(sizes: SiteSizes, machine: Machine) -> float:
 def _output_seconds(sizes: SiteSizes, machine: Machine) -> float:
     """``seconds`` of matmuls whose result is gathered. They run in bands, and each band is sent under the matmul of the
     next one. If the matmul takes longer than the transfers, the last band's transfer is exposed, else the first band's
-    matmul. The copy out of the workspace follows (``SiteSizes.received``)."""
+    matmul. The peers' rows are read into their places in the result. So the program's ``cat`` after the gather, which
+    puts the slices side by side, is saved, too; this is not counted."""
     bands = max(1, min(output_sizes.MOST_BANDS, sizes.tiles // COST.band_tiles))
     matmul, wire = matmul_seconds(sizes, machine), sizes.bytes_sent / machine.link_bytes
-    exposed = max(COST.exposed[0], 1 / bands) * min(matmul, wire) + receive_seconds(sizes, machine)
+    exposed = max(COST.exposed[0], 1 / bands) * min(matmul, wire)
     fixed = COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds + bands * COST.band_seconds
     return max(matmul, wire) + exposed + fixed
 

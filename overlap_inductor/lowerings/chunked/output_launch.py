@@ -1,26 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """``matmul -> all-gather`` of the matmul's result in schedule ``chunked`` (the sharded head of a language model). The
-rows are cut into bands (``output_sizes``)::
+rows are cut into bands (``output_sizes``), and each band is moved under the matmul of the next one. The vendor's matmul
+sums over all of K, so bands change no number as long as the library multiplies them with the same kernel.
 
-    for each band: product[band] = a[band] @ b + bias; send product[band] to every peer   # under the next matmul
-    for each band: wait; result[band] = the peers' bands, from the workspace
+The result has the ranks' slices one below the other, as the collective gives them, or side by side, as the program's
+``cat`` after the collective arranges them.
 
-Each band is a run of rows, so each copy to a peer is one run of bytes, and the vendor's matmul sums over all of K.
+By default (``ChunkedParameters.reads``), the product is in this rank's part of the workspace, and copy engines read the
+peers' bands into their places in the result. So nothing is copied twice, and the ``cat`` costs nothing::
 
-The result may have the ranks' slices one below the other, as the collective gives them, or side by side, as the
-program's ``cat`` after the collective arranges them. The copy out of the workspace writes either order, so a program's
-``cat`` costs nothing more. With slices one below the other, the product is a part of the result. With slices side by
-side, the product is this rank's own slice in its own workspace. No peer ever writes there during the call: a call
-writes its sender's slice only. An earlier call has ended before this one begins, and a peer starts a later one only
-with this call's credit, which follows the copies and the join with the side stream.
+    wait for credits                                                    # the peers have read the previous product
+    for each band: product[band] = a[band] @ b + bias
+                   beside the next matmul: announce the band; wait for the peers' bands; read them
 
-Memory ordering. A send begins after the band's matmul (``SideStream``), and sets a flag behind its rows
-(``transports``). A kernel waits for the flags of a band. Later work on its stream, the copy out of the workspace, sees
-the rows (``kernels.transfer``).
+Or copies write each band to the peers' workspaces (transport ``sm_push`` can only do this). After the last matmul,
+each rank copies the peers' slices, W times the bytes, out of its workspace. If the slices are side by side, the product
+is the rank's own slice in its own workspace. No peer writes there in a call of this pattern: ranks write their own
+slice of their peers' workspaces. An earlier call of the slot has received all that it was sent, and a later one sends
+only with this call's credit.
 
-Forward progress. All ranks launch the same steps: a band's matmul, then its sends, and the waits last. Loading a
-vendor's matmul waits for earlier work on this rank. That is only the wait for credits and earlier sends, which depend
-on no wait of this call but turns (``kernels.transfer``).
+Memory ordering. A band's sends or its announcement begin after its matmul (``SideStream``); flags follow the rows
+(``transports.copy_engine``, ``transports.peer_reads``). A kernel waits for the flags. Later work on its stream, the
+reads or the copies out of the workspace, sees the rows (``kernels.transfer``).
+
+Forward progress. All ranks launch the same steps, and in each step the announcement or the sends before the waits. A
+wait is for what peers announce or send in this step or in an earlier one. Loading a vendor's matmul waits for earlier
+work on this rank, which waits only for earlier steps.
+
+CUDA graphs. A call forks the side stream and joins it. Flags get the call's number from memory, and the workspace
+outlives the graph. With reads, the side stream's waits are one branch of the graph, and the matmuls another one.
 
 With copy engines, W ranks and B bands, a call has about ``2 * B * W + 4 * B + 2`` launches.
 """
@@ -53,6 +61,8 @@ from overlap_inductor.transports.credits import spoiling_end
 from overlap_inductor.transports.registry import transport_named
 from overlap_inductor.transports.transfer import Transfer
 from overlap_inductor.transports.transport import PeerCopies
+from overlap_inductor.transports.transport import PeerReads
+from overlap_inductor.transports.transport import Reads
 from overlap_inductor.transports.transport import Send
 
 PATTERN = "matmul_all_gather"
@@ -60,16 +70,25 @@ PATTERN = "matmul_all_gather"
 
 @dataclass(frozen=True)
 class _Band:
-    """A prepared band: its rows, the function that sends them, and the kernel that waits for the peers' bands."""
+    """A prepared band.
+
+    Attributes:
+        rows: the band's rows in each slice.
+        wait: waits for the peers' bands.
+        send: sends the band to the peers; ``None`` if they read it.
+        reads: reads the peers' bands; ``None`` if they are sent.
+    """
 
     rows: Range
-    send: Send
     wait: PreparedKernel
+    send: Send | None
+    reads: Reads | None
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A prepared call. ``workspace [world_size, rows, N]``: the memory in which the slices arrive."""
+    """A prepared call. ``workspace [ranks, rows, N]``: the memory of the slices. If the peers' slices are read, it has
+    only this rank's slice."""
 
     bands: Sequence[_Band]
     workspace: torch.Tensor
@@ -121,33 +140,55 @@ def _gather_into(
     if call is None:
         call = _prepare(a, matmul, launch, parameters, side_by_side, out)
         launch.remember(key, call)
-    rank, (ranks, rows, _) = launch.rank, call.workspace.shape
-    product = call.workspace[rank] if side_by_side else _slices(out, ranks, rows, False)[rank]
-    # Copies of words of 8 bytes take fewer instructions than copies of elements.
-    arrived, result = call.workspace.view(torch.int64), _slices(out.view(torch.int64), ranks, rows, side_by_side)
-    # If the product is a part of the result, only the peers' slices are copied.
-    copied = [slice(None)] if side_by_side else [slice(0, rank), slice(rank + 1, ranks)]
+    slices = _slices(out, launch.world_size, side_by_side)
+    product = _product(call.workspace, slices, launch.rank, parameters, side_by_side)
     credits, side = credit_kernel(launch), side_stream(a.device)
     with one_call(launch, side):
+        if parameters.reads:
+            # The peers have ended the calls that read the previous product.
+            credits()
         for number, band in enumerate(call.bands):
             start, stop = band.rows
             matmul(a[start:stop], start, stop, product)
-            if number == 0:
+            if number == 0 and not parameters.reads:
                 # This wait is short: after the first band's matmul, the peers have usually ended their previous call.
                 credits()
             with side:
-                band.send(product)
-        for band in call.bands:
-            band.wait()
-            for those in copied:
-                if those.start is None or those.start < those.stop:
-                    result[those, slice(*band.rows)].copy_(arrived[those, slice(*band.rows)])
+                if band.send is not None:
+                    band.send(product)
+                if band.reads is not None:
+                    band.reads.announce()
+                    band.wait()
+                    band.reads.read(slices[:, start:stop])
+        if not parameters.reads:
+            _copy_out(call, slices, launch.rank, side_by_side)
     call.end([out])
 
 
-def _slices(out: torch.Tensor, ranks: int, rows: int, side_by_side: bool) -> torch.Tensor:
+def _copy_out(call: _Prepared, slices: torch.Tensor, rank: int, own_too: bool) -> None:
+    """Copy the bands from the workspace to the result when they have arrived. ``own_too``: also this rank's slice."""
+    # Copies of words of 8 bytes take fewer instructions than copies of elements.
+    arrived, result = call.workspace.view(torch.int64), slices.view(torch.int64)
+    ranges = [slice(0, len(slices))] if own_too else [slice(0, rank), slice(rank + 1, len(slices))]
+    for band in call.bands:
+        band.wait()
+        for those in ranges:
+            if those.start < those.stop:
+                result[those, slice(*band.rows)].copy_(arrived[those, slice(*band.rows)])
+
+
+def _slices(out: torch.Tensor, ranks: int, side_by_side: bool) -> torch.Tensor:
     """A view ``[ranks, rows, width of a slice]`` of the result."""
-    return out.view(rows, ranks, -1).transpose(0, 1) if side_by_side else out.view(ranks, rows, -1)
+    return out.view(len(out), ranks, -1).transpose(0, 1) if side_by_side else out.view(ranks, len(out) // ranks, -1)
+
+
+def _product(
+    workspace: torch.Tensor, slices: torch.Tensor, rank: int, parameters: ChunkedParameters, side_by_side: bool
+) -> torch.Tensor:
+    """The memory of this rank's matmul, ``[rows, N]``."""
+    if parameters.reads:
+        return workspace[0]
+    return workspace[rank] if side_by_side else slices[rank]
 
 
 def _prepare(
@@ -158,16 +199,23 @@ def _prepare(
     side_by_side: bool,
     out: torch.Tensor,
 ) -> _Prepared:
-    ranks, rank, rows, columns = launch.world_size, launch.rank, len(a), matmul.columns
+    ranks, rows, columns = launch.world_size, len(a), matmul.columns
     check(a, [matmul], PATTERN, -(-rows // ranks), launch, parameters)
     p, sizes = chunked_plan.fitted_output(ranks, rows, columns, out.element_size(), parameters)
-    workspace = launch.slot.data.local[: ranks * rows * columns * out.element_size()].view(out.dtype)
-    workspace = workspace.view(ranks, rows, columns)
-    product = workspace[rank] if side_by_side else _slices(out, ranks, rows, False)[rank]
-    transport, bands = transport_named(PeerCopies, p.transport), []
+    held = 1 if p.reads else ranks
+    workspace = launch.slot.data.local[: held * rows * columns * out.element_size()].view(out.dtype)
+    workspace = workspace.view(held, rows, columns)
+    product = _product(workspace, _slices(out, ranks, side_by_side), launch.rank, p, side_by_side)
+    bands = []
     for number, (stop, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
         start = stop - size
         transfer = Transfer(size, columns, size, scattered=False, origin=start, base=start, index=number, stride=rows)
-        send = transport.prepare(launch, transfer, range(ranks - 1), product, p.share)
-        bands.append(_Band((start, stop), send, wait_kernel(launch, transfer, 0, ranks - 1, WAIT_RESULT)))
+        send = reads = None
+        if p.reads:
+            reads = transport_named(PeerReads, p.transport).prepare_reads(launch, transfer, out)
+        else:
+            send = transport_named(PeerCopies, p.transport).prepare(
+                launch, transfer, range(ranks - 1), product, p.share
+            )
+        bands.append(_Band((start, stop), wait_kernel(launch, transfer, 0, ranks - 1, WAIT_RESULT), send, reads))
     return _Prepared(bands, workspace, spoiling_end(launch, [out]))

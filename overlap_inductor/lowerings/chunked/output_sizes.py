@@ -22,10 +22,10 @@ INNER = 8192
 bytes."""
 TILE = 128, 256
 """Rows and columns of the vendor's tile."""
-MATMUL_FLOPS, COPY_FLOPS = 5e9, 3e9
-"""Fixed cost of a band's matmul (8 us), and of a copy to a peer (5 us)."""
-SENT_FLOPS, MOVED_FLOPS = 1640.0, 400.0
-"""Cost of a byte that is sent to a peer (379 GB/s), and of a byte that is copied out of the workspace."""
+MATMUL_FLOPS, WAIT_FLOPS, COPY_FLOPS = 5e9, 9e9, 3e9
+"""Fixed cost of a band's matmul (8 us), of the wait for its flags (15 us), and of a copy between two ranks (5 us)."""
+SENT_FLOPS = 1640.0
+"""Cost of a byte that is copied between two ranks (379 GB/s)."""
 
 
 def band_rows(rows: int, columns: int, peers: int, itemsize: int, sms: int, grain: int) -> tuple[int, ...]:
@@ -50,16 +50,11 @@ def _cuts(rows: int, count: int, grain: int) -> list[tuple[int, ...]]:
 
 
 def seconds(bands: Sequence[int], columns: int, peers: int, itemsize: int, sms: int) -> float:
-    """Estimated time of a call, in FLOPs. The copies out of the workspace follow the last matmul, in the order in which
-    the bands arrive."""
-    multiplied = sent = 0.0
-    arrived = []
+    """Estimated time of a call, in FLOPs."""
+    multiplied = copied = 0.0
     for rows in bands:
         tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
         multiplied += -(-tiles // sms) * sms * 2.0 * TILE[0] * TILE[1] * INNER + MATMUL_FLOPS
-        sent = max(sent, multiplied) + peers * (COPY_FLOPS + rows * columns * itemsize * SENT_FLOPS)
-        arrived.append(sent)
-    copied = multiplied
-    for rows, there in zip(bands, arrived, strict=True):
-        copied = max(copied, there) + peers * rows * columns * itemsize * MOVED_FLOPS
+        band = WAIT_FLOPS + peers * (COPY_FLOPS + rows * columns * itemsize * SENT_FLOPS)
+        copied = max(copied, multiplied) + band
     return copied

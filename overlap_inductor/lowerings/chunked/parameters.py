@@ -21,9 +21,12 @@ from overlap_inductor.lowerings.chunked.sizes import even_sizes
 from overlap_inductor.lowerings.chunked.sizes import gather_sizes
 from overlap_inductor.lowerings.chunked.sizes import scatter_sizes
 from overlap_inductor.lowerings.chunked.sizes import transfer_ratio
+from overlap_inductor.runtime.arena import READS
+from overlap_inductor.runtime.arena import Need
 from overlap_inductor.transports.registry import names_of
 from overlap_inductor.transports.registry import of_kind
 from overlap_inductor.transports.transport import PeerCopies
+from overlap_inductor.transports.transport import PeerReads
 from overlap_inductor.transports.transport import Share
 
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
@@ -66,6 +69,8 @@ class ChunkedParameters:
         pushers: SMs that a transport may use.
         turns_from: pieces of at least this many bytes take turns (``transports.transport.Share``). ``None``: the
             default for the pattern (``TURNS_FROM``).
+        reads: in a gather of the matmul's result: ranks read their peers' rows (``PeerReads``). By default, they write
+            rows to their peers' workspaces, from which each rank copies them to its result.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: a repeated call is replayed as one CUDA graph (``runtime.replay``).
 
@@ -83,6 +88,7 @@ class ChunkedParameters:
     grain: int = 128
     pushers: int = 16
     turns_from: int | None = None
+    reads: bool = False
     min_rows: int = 0
     replays: bool = True
 
@@ -110,10 +116,14 @@ def transports_of(pattern: str) -> tuple[str, ...]:
 
 
 def automatic(pattern: str) -> tuple[str, ...]:
+    if pattern == "matmul_all_gather":
+        return names_of(PeerReads)[:1]
     return tuple(t.name for t in of_kind(PeerCopies) if t.fastest_from is not None)
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
+    if pattern == "matmul_all_gather":
+        return {"transport": transport, "bands": 0, "reads": transport in ("auto", *names_of(PeerReads))}
     return {"transport": transport, "bands": 0 if pattern in BANDED else 1}
 
 
@@ -195,7 +205,8 @@ def fitted_output(
         sizes = tuple(size for _, size in bands_of(rows, p))
     else:
         sizes = output_sizes.band_rows(rows, columns, world_size - 1, itemsize, p.sms, p.grain)
-    transport = _fastest(rows * columns * itemsize, len(sizes)) if p.transport == "auto" else p.transport
+    automatic_transport = names_of(PeerReads)[0] if p.reads else _fastest(rows * columns * itemsize, len(sizes))
+    transport = automatic_transport if p.transport == "auto" else p.transport
     turns_from = TURNS_FROM if p.turns_from is None else p.turns_from
     return replace(p, bands=len(sizes), transport=transport, turns_from=turns_from), sizes
 
@@ -261,7 +272,7 @@ def result_signals(world_size: int, parameters: ChunkedParameters) -> int:
 
 def needed(
     pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: ChunkedParameters
-) -> tuple[int, int]:
+) -> Need:
     """``(bytes, signals)`` of a call's slot (``runtime.arena``). ``rows``: rows of a shard; ``inner``, ``columns``: K
     and N; ``itemsize``: bytes of a sent element."""
     # A call with fewer rows never needs more.
@@ -270,7 +281,8 @@ def needed(
         return 2 * world_size * rows * columns * itemsize, signals
     if pattern == "matmul_all_gather":
         # Each rank's slice has the rows of all shards together.
-        return world_size * world_size * rows * columns * itemsize, parameters.bands or output_sizes.MOST_BANDS
+        own, signals = world_size * rows * columns * itemsize, parameters.bands or output_sizes.MOST_BANDS
+        return (own, signals, READS) if parameters.reads else (world_size * own, signals)
     # One flag for each band if the exchanged dim is contracted, otherwise one for each part.
     bands = parameters.bands or MOST_BANDS if pattern == "all_to_all_matmul" else 1
     nbytes = world_size * rows * (inner if pattern in GATHERS else columns) * itemsize
