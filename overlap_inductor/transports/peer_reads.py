@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy engines read the peers' memory: a copy sets the peers' flags when this rank's rows are ready, and after the
-peers' flags have arrived, copies of rows follow. The rows need not be contiguous in the result.
+"""Copy engines read the peers' memory. When this rank's rows are ready, copies set its flags at the peers. When the
+peers' flags have arrived here, copies of rows follow. The rows need not be contiguous in the result.
 
 Ordering. ``announce`` follows the matmul that computes the rows, on its stream or on one that has waited for it. So the
 rows are complete and visible in their owner's memory before the flag is set (``transports.copy_engine``). The reader's
@@ -10,7 +10,7 @@ memory, and no cache of the reader holds older values: copy engines do not read 
 Overwriting. A rank writes its part only after every peer's credit for it: then all peers have ended the earlier calls
 that read the slot. A call ends behind its reads. All calls on a slot of protocol ``READS`` read, so no peer writes
 there. If the wait for credits ended without one, the rows that a slow peer reads may be overwritten. The peer's results
-become NaN, as ``transports.copy_engine`` explains for copies: this rank has set the abort words before it writes, and
+become NaN, as ``transports.copy_engine`` explains for copies. This rank has set the abort words before it writes, and
 the peer looks at its abort word after its last read.
 
 Turns. Rank ``r`` reads from ranks ``r + 1``, ``r + 2``, ... While the ranks are in step, no two of them read from the

@@ -113,9 +113,9 @@ class Reads:
 
 @runtime_checkable
 class PeerReads(Transport, Protocol):
-    """Copies out of the peers' memory. A rank writes only its own memory, so a call that a peer still reads must have
-    ended before the rank writes again: the slot has protocol ``runtime.arena.READS``, and the caller waits for credits
-    before it writes what peers read."""
+    """Copies out of the peers' memory. A rank writes only its own memory, and only after its peers have ended the call
+    that read it. So the slot has protocol ``runtime.arena.READS``, and the caller waits for credits before it writes
+    what peers read."""
 
     def prepare_reads(self, launch: Launch, transfer: Transfer, example: torch.Tensor) -> Reads:
         """Make the only part of ``transfer`` ready to be read. In the slot of each rank, the part begins at row
