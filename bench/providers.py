@@ -199,13 +199,16 @@ def one_op(site: Site, name: str, schedule: str, settings: Mapping[str, Any]) ->
     def send() -> torch.Tensor:
         return op(chain, site.a, site.b, None, False, text, group_name, label)[0]
 
+    def gather_output() -> torch.Tensor:
+        return op(chain, site.a, site.b, None, True, text, group_name, label)[0]
+
     def gather() -> torch.Tensor:
         return op(chain, site.a, [site.b], [None], *([s] for s in scales), False, text, group_name, label)[0][0]
 
     def reduce() -> torch.Tensor:
         return op(chain, site.a, site.b, None, *scales, text, "sum", group_name, label)[0]
 
-    after = send if case.pattern == "matmul_all_to_all" else reduce
+    after = {"matmul_all_to_all": send, "matmul_all_gather": gather_output}.get(case.pattern, reduce)
     return Provider(name, gather if site.example.first else after, schedule, settings, _held(case, needs))
 
 

@@ -37,6 +37,7 @@ class SiteSizes:
         tiles: number of output tiles of 128 x 256 elements, of all matmuls together. If the matmuls run one after
             another: of the matmul with the most tiles.
         gathers: whether the collective is an all-gather.
+        outputs: whether an all-gather moves the matmuls' result.
         exchanges: whether the collective is an all-to-all.
         replays: whether a call's launches are replayed as one CUDA graph (``runtime.replay``).
         weights: bytes of experts' weights that a grouped matmul reads; else 0.
@@ -60,6 +61,7 @@ class SiteSizes:
     legs: int = 1
     tiles: int = 0
     gathers: bool = False
+    outputs: bool = False
     replays: bool = False
     handed_out: float = 0.0
     exchanges: bool = False

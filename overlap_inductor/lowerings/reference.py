@@ -51,6 +51,13 @@ def all_gather_matmul(
     return gathered, [product(gathered, b, bias) for b, bias in zip(rhs, biases, strict=True)]
 
 
+def gathered_output(own: torch.Tensor, columns: bool, group: dist.ProcessGroup) -> torch.Tensor:
+    """``own [m, n]`` of all ranks, in the order of ranks: one below the other, or side by side if ``columns``."""
+    gathered = own.new_empty(group.size() * own.shape[0], own.shape[1])
+    dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
+    return side_by_side(gathered, group.size()) if columns else gathered
+
+
 def exchanged(whole: torch.Tensor, columns: bool, group: dist.ProcessGroup) -> torch.Tensor:
     """Send each rank a slice of the rows of ``whole``, or of its columns if ``columns``. Returns the arrived slices,
     one below the other, in the order of their senders."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -17,6 +18,7 @@ from overlap_inductor.passes import check as legality
 from overlap_inductor.passes import fused_sums
 from overlap_inductor.passes import host_time
 from overlap_inductor.passes import plan as planner
+from overlap_inductor.passes import shared_matmuls
 from overlap_inductor.passes.find import SiteFinder
 from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import OverlapSite
@@ -110,12 +112,29 @@ def choose(
     host_bound: Mapping[fx.Node, host_time.HostLimit],
 ) -> tuple[list[DecidedSite], list[DecidedSite]]:
     """Decide every site. Returns ``(all sites with their decisions, the sites to overlap)``. ``host_bound``: the result
-    of ``host_time.limits``."""
-    context = legality.Context(config, refusal)
-    decided = [_decide(site, config, context, failed, host_bound) for site in sites]
-    planner.fit_workspace(_overlapped(decided), config)
-    for schedule in SCHEDULES:
-        schedule.fit([s for s in _overlapped(decided) if s.decision.moving.schedule == schedule.name], config)
+    of ``host_time.limits``.
+
+    Sites that share a matmul are first decided each alone. Those that save less together leave the matmul to the
+    others (``shared_matmuls``). Then all sites are decided in graph order, because accepted sites restrict later ones.
+    """
+
+    def decide(some: Sequence[OverlapSite], left: Mapping[str, Reason]) -> list[DecidedSite]:
+        context = legality.Context(config, refusal)
+        return [_decide(site, config, context, failed, host_bound, left.get(site.facts.id)) for site in some]
+
+    def fitted(left: Mapping[str, Reason]) -> list[DecidedSite]:
+        decided = decide(sites, left)
+        planner.fit_workspace(_overlapped(decided), config)
+        for schedule in SCHEDULES:
+            schedule.fit([s for s in _overlapped(decided) if s.decision.moving.schedule == schedule.name], config)
+        return decided
+
+    left = shared_matmuls.losers([[decide([s], {})[0] for s in group] for group in shared_matmuls.sharing(sites)])
+    decided = fitted(left)
+    while (still := shared_matmuls.still_lost(left, decided)) != left:
+        # A site for which others left their matmuls is not overlapped after all, for example for lack of workspace.
+        left = still
+        decided = fitted(left)
     chosen = _overlapped(decided)
     if config.mode == "report":
         for site in chosen:
@@ -131,12 +150,14 @@ def _decide(
     context: legality.Context,
     failed: dict[str, Reason],
     host_bound: Mapping[fx.Node, host_time.HostLimit],
+    left: Reason | None,
 ) -> DecidedSite:
-    """The site with its decision. ``context`` records an overlapped site, for the checks of later sites."""
+    """The site with its decision. ``context`` records an overlapped site, for the checks of later sites. ``left``: why
+    the site leaves a matmul to another one (``shared_matmuls``), or ``None``."""
     keep = [PlanPiece("keep")]
     if site.facts.id in failed:
         return site.decided(Decision("failed", "analytic", keep, [failed[site.facts.id]]))
-    reason = legality.refuse(site, context)
+    reason = left or legality.refuse(site, context)
     if reason is not None:
         status = "kept" if reason.code in _NOT_A_FAILURE else "refused"
         return site.decided(Decision(status, "forced" if reason.code == "switched_off" else "analytic", keep, [reason]))

@@ -5,9 +5,10 @@ A group has a few *slots*. A call of a site holds one slot from its start to its
 slots in turn, in the plan's order. Sites of other graphs may use the same slots, because calls of a rank run one after
 the other (``runtime.call_order``).
 
-A rank must not write into a slot that a peer still reads. Two protocols ensure this. ``CREDITS``: the peer gives a
-credit when its call ends (``kernels.signals.credit_flag``). ``HALVES``: calls use the two halves of the slot in turn
-(``kernels.small_message``).
+A rank must not write into a slot that a peer still reads. Three protocols ensure this. ``CREDITS``: the peer gives a
+credit when its call ends (``kernels.signals.credit_flag``), and reads only its own memory. ``READS``: likewise, but
+ranks write only their own memory and read their peers'. So a rank waits for the credits of all peers before it writes.
+``HALVES``: calls use the two halves of the slot in turn (``kernels.small_message``).
 
 ``prepare`` allocates a graph's slots at the graph's first run, during which no CUDA graph may be captured. A site with
 dynamic sizes requests memory for a planned maximum. A call above the maximum runs without overlap. Slots are never
@@ -34,8 +35,10 @@ TILE_BYTES = 2048
 """Bytes of the smallest tile: 128 rows of 8 elements of two bytes."""
 SLOTS = 2
 """The largest number of slots that a graph's sites of one protocol take in turn."""
-CREDITS, HALVES = "credits", "halves"
+CREDITS, HALVES, READS = "credits", "halves", "reads"
 """Protocols that keep the calls of a slot apart."""
+Need = tuple[int, int] | tuple[int, int, str]
+"""``(bytes, signals)`` of a call's slot. A protocol other than ``CREDITS`` follows."""
 
 
 class Buffer(Protocol):
@@ -56,7 +59,7 @@ class Request:
     Attributes:
         nbytes: number of bytes that peers write.
         signals: number of signals that each peer sends in a call.
-        protocol: ``CREDITS`` or ``HALVES``.
+        protocol: ``CREDITS``, ``HALVES`` or ``READS``.
     """
 
     site: str

@@ -25,6 +25,9 @@ from overlap_inductor.errors import UnsupportedError
 Copy = Callable[[int, int, int, int], None]
 """``(to, from, bytes, stream)``: two addresses, and the number of the stream on which the copy is queued. Raises
 ``RuntimeError`` if the driver refuses."""
+PlaneCopy = Callable[[int, int, int, int, int, int], None]
+"""``(to, pitch, from, width, height, stream)``: as ``Copy``, for ``height`` runs of ``width`` bytes. The runs follow
+each other in the source, and begin ``pitch`` bytes apart in the target."""
 NON_BLOCKING = 1
 """Flag of a stream that does not wait for the default stream."""
 THREAD_LOCAL = 1
@@ -69,6 +72,52 @@ def copier(device_type: str) -> Copy:
             " transports"
         )
     return _function("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+
+
+class _Plane(ctypes.Structure):
+    """``CUDA_MEMCPY2D``: a copy of ``height`` runs of ``width`` bytes, which begin a pitch apart."""
+
+    _fields_ = [
+        (end + name, kind)
+        for end in ("source_", "target_")
+        for name, kind in (
+            ("x", ctypes.c_size_t),
+            ("y", ctypes.c_size_t),
+            ("memory", ctypes.c_int),
+            ("host", ctypes.c_void_p),
+            ("device", ctypes.c_uint64),
+            ("array", ctypes.c_void_p),
+            ("pitch", ctypes.c_size_t),
+        )
+    ] + [("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
+
+
+UNIFIED = 4
+"""Type of memory whose place the driver knows by its address, also that of a peer."""
+
+
+@functools.cache
+def plane_copier(device_type: str) -> PlaneCopy:
+    """The function that copies runs of bytes into memory on devices of this type. Raises ``UnsupportedError`` as
+    ``copier``."""
+    whole = copier(device_type)
+    if device_type == "cpu":
+
+        def at_once(to: int, pitch: int, source: int, width: int, height: int, stream: int) -> None:
+            for row in range(height):
+                whole(to + row * pitch, source + row * width, width, stream)
+
+        return at_once
+    start = _function("cuMemcpy2DAsync_v2", ctypes.c_void_p, ctypes.c_void_p)
+
+    def plane(to: int, pitch: int, source: int, width: int, height: int, stream: int) -> None:
+        wanted = _Plane(
+            source_memory=UNIFIED, source_device=source, source_pitch=width,
+            target_memory=UNIFIED, target_device=to, target_pitch=pitch, width=width, height=height,
+        )  # fmt: skip
+        start(ctypes.byref(wanted), stream)
+
+    return plane
 
 
 def _copy_at_once(to: int, source: int, size: int, stream: int) -> None:

@@ -20,6 +20,7 @@ from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import MatmulSizes
 from overlap_inductor.sites.nodes import SiteNodes
 from overlap_inductor.sites.placement import Placement
+from overlap_inductor.sites.side_by_side import joined_columns
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,14 @@ class ReduceNodes(SiteNodes):
     def bias_of(self, matmul: MatmulNode) -> fx.Node | None:
         """The bias of ``matmul``, or ``None``. A sum of other matmuls of the site is no bias."""
         return None if matmul.bias in self.unfolded else matmul.bias
+
+    def joined(self) -> fx.Node | None:
+        """The ``cat`` that puts the gathered results of the ranks' matmuls side by side (``side_by_side``). ``None`` if
+        there is none, or if the results are padded."""
+        first = self.ends[0]
+        if first.kind != "all_gather" or self.padding is not None or self.region is not None:
+            return None
+        return joined_columns(first.wait, first.world_size, self.shape[-1])
 
     @property
     def leaf_layout(self) -> Layout:

@@ -101,6 +101,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
     handed_out = gathered if site.nodes.hands_out_gathered() else 0.0
     return dataclasses.replace(
         moved,
+        outputs=moved.gathers and site.nodes.is_sum,
         legs=moved.legs + site.nodes.returns,
         flops=flops * scale,
         skipped=skipped * scale,

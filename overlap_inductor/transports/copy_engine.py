@@ -69,6 +69,7 @@ from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.transports.call_arguments import call_arguments
 from overlap_inductor.transports.transfer import Transfer
+from overlap_inductor.transports.transport import Reads
 from overlap_inductor.transports.transport import Send
 from overlap_inductor.transports.transport import Share
 
@@ -81,7 +82,7 @@ that waits could block later work of another stream."""
 
 
 class CopyEngine:
-    """Implements ``transports.transport.PeerCopies``."""
+    """Implements ``transports.transport.PeerCopies`` and ``PeerReads``."""
 
     name = "copy_engine"
     moved_by = "copy engines, over symmetric memory"
@@ -115,6 +116,12 @@ class CopyEngine:
             send(source)
 
         return announced_send
+
+    def prepare_reads(self, launch: Launch, transfer: Transfer, example: torch.Tensor) -> Reads:
+        """As ``PeerReads.prepare_reads``."""
+        from overlap_inductor.transports.peer_reads import prepared
+
+        return prepared(launch, transfer, example)
 
 
 @dataclass(frozen=True)

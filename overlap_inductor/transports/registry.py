@@ -16,10 +16,11 @@ from overlap_inductor.transports.p2p import P2P
 from overlap_inductor.transports.sm_push import SmPush
 from overlap_inductor.transports.transport import Exchanges
 from overlap_inductor.transports.transport import PeerCopies
+from overlap_inductor.transports.transport import PeerReads
 from overlap_inductor.transports.transport import Transport
 from overlap_inductor.transports.transport import WholeCollectives
 
-PROTOCOLS = (PeerCopies, Exchanges, WholeCollectives)
+PROTOCOLS = (PeerCopies, Exchanges, WholeCollectives, PeerReads)
 _BY_PROTOCOL: dict[Any, dict[str, Transport]] = {protocol: {} for protocol in PROTOCOLS}
 """The transports by protocol and name. ``isinstance`` takes 0.1 ms, too long for each call of an op."""
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three protocols of transports. A transport moves a schedule's bytes.
+"""The four protocols of transports. A transport moves a schedule's bytes.
 
 ==================== =====================================================================
 protocol             who acts
 ==================== =====================================================================
 ``PeerCopies``       the sender alone writes into its peers' memory and sets their flags
+``PeerReads``        the receiver alone reads its peers' memory, after they have set its flags
 ``Exchanges``        the hosts of sender and receiver each post a message
 ``WholeCollectives`` all ranks call one collective
 ==================== =====================================================================
@@ -92,6 +93,33 @@ class PeerCopies(Transport, Protocol):
                 credits. If such a wait times out, the transport must set no flag, or set flags to a number that no rank
                 waits for.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Prepared reads of a part that each rank has for all others. Both functions queue work on the current stream.
+
+    Attributes:
+        announce: ``announce()`` sets the part's flag at every peer: this rank's part may be read.
+        read: ``read(places)`` copies the part of every rank ``r``, this rank included, to ``places[r]``. Call it on a
+            stream that has waited for the flags (``arrivals.wait_kernel``). ``places [ranks, rows, width]`` may be a
+            view whose rows are apart.
+    """
+
+    announce: Callable[[], None]
+    read: Callable[[torch.Tensor], None]
+
+
+@runtime_checkable
+class PeerReads(Transport, Protocol):
+    """Copies out of the peers' memory. A rank writes only its own memory, and only after its peers have ended the call
+    that read it. So the slot has protocol ``runtime.arena.READS``, and the caller waits for credits before it writes
+    what peers read."""
+
+    def prepare_reads(self, launch: Launch, transfer: Transfer, example: torch.Tensor) -> Reads:
+        """Make the only part of ``transfer`` ready to be read. In the slot of each rank, the part begins at row
+        ``transfer.origin``. ``example``: a tensor of the dtype that is read, on the launch's device."""
         ...
 
 

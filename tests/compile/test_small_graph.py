@@ -146,7 +146,7 @@ def test_one_op_serves_a_site(schedule: str, pattern: str, transport: str) -> No
             ),
             "computes all_gather_matmul",
         ),
-        ("chunked", lambda made: made.gather(product(made, "x")), "computes matmul_all_gather"),
+        ("small_message", lambda made: made.gather(product(made, "x")), "computes matmul_all_gather"),
     ],
 )
 def test_a_site_that_a_schedule_does_not_support_is_refused_with_a_reason(

@@ -40,6 +40,7 @@ from tests.gpu.repeated import host_us
 HIDDEN, WIDE = 2048, 1024
 PATIENCE_SECONDS = 20.0
 CONTRACTED = "contracted all_to_all_matmul"
+OUTPUT = "matmul_all_gather"
 PATTERNS = [*CHUNKED.patterns, CONTRACTED]
 ops = torch.ops.overlap_inductor
 
@@ -54,9 +55,13 @@ def settings(pattern: str, world_size: int) -> list[dict[str, Any]]:
     ]
     if pattern == CONTRACTED:
         chunks = [{"bands": bands} for bands in (0, 1, 2, 4)]
+    if pattern == OUTPUT:
+        chunks = [{"bands": bands} for bands in (0, 1, 3, 8)]
     if pattern == "matmul_all_reduce":
         chunks += [{"bands": 2}, {"chunks": 0, "bands": 4}, {"chunks": 1, "bands": 2}, {"chunks": 3, "bands": 3}]
     found = [{"transport": transport, **some} for transport in ("copy_engine", "sm_push") for some in chunks]
+    if pattern == OUTPUT:
+        found += [{"transport": "copy_engine", "reads": True, **some} for some in chunks]
     return found + [{"transport": "copy_engine", "turns_from": 0, **some} for some in chunks[:2] + chunks[-2:]]
 
 
@@ -97,6 +102,12 @@ def site(
             dist.all_to_all_single(found, sent)
         op = ops.chunked_matmul_all_to_all
         return lambda: [op(chain, a, b, bias, by_columns, *last)[0] for by_columns in (False, True)], received
+    if pattern == OUTPUT:
+        everyone = torch.empty(world_size * tokens, columns, device="cuda")
+        dist.all_gather_into_tensor(everyone, product)
+        op = ops.chunked_matmul_all_gather
+        beside = torch.cat(everyone.chunk(world_size), dim=1)
+        return lambda: [op(chain, a, b, bias, wide, *last)[0] for wide in (False, True)], [everyone, beside]
     dist.all_reduce(product)
     op = getattr(ops, f"chunked_{pattern}")
     average = product / world_size

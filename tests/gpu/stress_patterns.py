@@ -18,6 +18,7 @@ import torch
 from overlap_inductor.lowerings.fused import parameters as fused_plan
 from tests.gpu.stress_variants import CONTRACTED
 from tests.gpu.stress_variants import GATHER
+from tests.gpu.stress_variants import OUTPUT
 from tests.gpu.stress_variants import RECEIVED
 from tests.gpu.stress_variants import REDUCE
 from tests.gpu.stress_variants import SCATTER
@@ -197,10 +198,28 @@ class Sent(MultipliedFirst):
         return torch.cat([p.chunk(len(products), int(self.by_columns))[rank] for p in products])
 
 
+@dataclass(frozen=True)
+class Output(MultipliedFirst):
+    """``all_gather(a [tokens, inner] @ b)``: the ranks' products, one below the other, or ``side_by_side``."""
+
+    side_by_side: bool
+    planned_as = OUTPUT
+
+    def run(
+        self, op: Any, chain: torch.Tensor, a: torch.Tensor, b: torch.Tensor, used: bool, settings: str, *where: str
+    ) -> torch.Tensor:
+        return op(chain, a, b, None, self.side_by_side, settings, *where)[0]
+
+    def result(self, products: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+        return torch.cat(list(products), int(self.side_by_side))
+
+
 def pattern_of(variant: Variant) -> Pattern:
     """The pattern that ``variant`` calls."""
     if variant.pattern == CONTRACTED:
         return Contracted(variant.fixed.get("block_k", fused_plan.CONTRACTED))
     if variant.pattern == SENT:
         return Sent(variant.by_columns)
+    if variant.pattern == OUTPUT:
+        return Output(variant.by_columns)
     return {GATHER: Gather, RECEIVED: Received, SCATTER: Scatter, REDUCE: Reduce}[variant.pattern]()

@@ -18,8 +18,9 @@ GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_
 SENT, RECEIVED, CONTRACTED = "matmul_all_to_all", "all_to_all_matmul", "contracted_all_to_all_matmul"
 """The patterns with an all-to-all. ``CONTRACTED`` is pattern ``RECEIVED`` whose matmul contracts the exchanged dim. It
 has an op of its own, so it counts as a pattern here."""
+OUTPUT = "matmul_all_gather"
 LOOKED_UP = "embedding_all_to_all"
-PATTERNS = (GATHER, SCATTER, REDUCE, SENT, RECEIVED, CONTRACTED, LOOKED_UP)
+PATTERNS = (GATHER, SCATTER, REDUCE, SENT, RECEIVED, CONTRACTED, OUTPUT, LOOKED_UP)
 BANDED = {"parts": 2, "parts_from": 0}
 """The settings with which schedule ``fused`` cuts each shard into two bands, whatever the shard's size."""
 
@@ -53,7 +54,8 @@ class Variant:
         pattern: one of ``PATTERNS``.
         way: the name of the way, for example a transport.
         fixed: the op's settings.
-        by_columns: the ranks exchange slices of columns, not of rows. Set for pattern ``SENT`` only.
+        by_columns: the ranks exchange slices of columns, not of rows (pattern ``SENT``), or the ranks' slices are side
+            by side in the result (pattern ``OUTPUT``).
         lookups: set for pattern ``LOOKED_UP`` only.
     """
 
@@ -145,5 +147,15 @@ def _chunked() -> list[Variant]:
     found += [
         Variant("chunked", SENT, f"columns, {way}", {**ways[way], "bands": 1}, by_columns=True)
         for way in ("copy_engine", "sm_push")
+    ]
+    found += [
+        Variant("chunked", OUTPUT, way, {**fixed, "bands": 3}, by_columns=by_columns)
+        for way, fixed, by_columns in (
+            ("read", {"transport": "copy_engine", "reads": True}, False),
+            ("read side by side", {"transport": "copy_engine", "reads": True}, True),
+            ("copy_engine", {"transport": "copy_engine"}, True),
+            ("sm_push", {"transport": "sm_push"}, False),
+            ("in turn", {"transport": "copy_engine", "turns_from": 0}, False),
+        )
     ]
     return found

@@ -14,6 +14,7 @@ import torch
 from overlap_inductor.lowerings.chunked import contracted_launch
 from overlap_inductor.lowerings.chunked import exchange_launch
 from overlap_inductor.lowerings.chunked import gather_launch
+from overlap_inductor.lowerings.chunked import output_launch
 from overlap_inductor.lowerings.chunked import reduce_launch
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
 from overlap_inductor.lowerings.fused import calls as fused
@@ -27,6 +28,7 @@ from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.lowerings.small_message import launch as small_message
 from overlap_inductor.lowerings.small_message.parameters import SmallParameters
 from overlap_inductor.runtime.arena import HALVES
+from overlap_inductor.runtime.arena import READS
 from overlap_inductor.runtime.workspace import Launch
 from tests.kernels.ranks import SharedWorkspace
 from tests.support.shared_memory import SMALL_TILES
@@ -129,6 +131,16 @@ def _contracted_in_chunks(launch: Launch, value: float) -> torch.Tensor:
     return contracted_launch.contracted_all_to_all_matmul(a, [matmul], launch, parameters)[0] / launch.world_size
 
 
+def _output(parameters: ChunkedParameters, side_by_side: bool = False) -> Call:
+    def run(launch: Launch, value: float) -> torch.Tensor:
+        if parameters.reads:
+            launch = replace(launch, slot=replace(launch.slot, protocol=READS))
+        a, b = _operands(GATHER, launch, value)
+        return output_launch.matmul_all_gather(a, VendorMatmul(b), launch, parameters, side_by_side)
+
+    return Call(run, gathers=True)
+
+
 def _small(two_shot: bool, norm: bool) -> Call:
     parameters = SmallParameters(two_shot, 16, 4)
 
@@ -172,6 +184,11 @@ EVERY = {
     "chunked matmul_all_to_all, pushed": Call(_sent_in_chunks, gathers=True),
     "chunked all_to_all_matmul, copied": Call(_received_in_chunks, gathers=True),
     "chunked contracted all_to_all_matmul, copied in bands": Call(_contracted_in_chunks, gathers=True),
+    "chunked matmul_all_gather, pushed in bands": _output(replace(CHUNKED, bands=2), side_by_side=True),
+    "chunked matmul_all_gather, read in bands": _output(replace(CHUNKED, transport="auto", bands=2, reads=True)),
+    "chunked matmul_all_gather, read side by side": _output(
+        replace(CHUNKED, transport="auto", bands=2, reads=True), side_by_side=True
+    ),
     "small_message, one-shot": _small(False, False),
     "small_message, one-shot with norm": _small(False, True),
     "small_message, two-shot": _small(True, False),

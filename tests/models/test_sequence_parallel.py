@@ -25,7 +25,7 @@ CASES = {
     "llama, generated code": Case("llama, one layer", 9, 10, generated=True),
     "starcoder2, 13 tokens": Case("starcoder2, one layer", 8, 8, (1, 13)),
     "cohere": Case("cohere, one layer", 3, 4, trains=False),
-    "olmo2": Case("olmo2, one layer", 9, 13),
+    "olmo2": Case("olmo2, one layer", 9, 15),
     "gemma2, batch of 3 x 5 tokens": Case("gemma2, one layer", 3, 5, (3, 5), trains=False),
     "phi3": Case("phi3, one layer", 3, 5, trains=False),
     "gpt_neox": Case("gpt_neox, one layer", 6, 8),

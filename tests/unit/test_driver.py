@@ -41,7 +41,7 @@ class Library:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     def clear() -> None:
-        for cached in (driver.copier, driver._library, driver._function):
+        for cached in (driver.copier, driver.plane_copier, driver._library, driver._function):
             cached.cache_clear()
 
     clear()
@@ -70,6 +70,31 @@ def test_the_driver_copies_and_its_error_is_raised(library: Library) -> None:
     library.fails = "cuMemcpyAsync"
     with pytest.raises(RuntimeError, match=r"cuMemcpyAsync returned CUresult 700, for \(1, 2, 13, 3\)"):
         copy(1, 2, 13, 3)
+
+
+def test_runs_of_bytes_are_copied_on_a_cpu() -> None:
+    source, target = torch.arange(6, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32)
+    driver.plane_copier("cpu")(target.data_ptr() + 4, 16, source.data_ptr(), 8, 3, 0)
+    assert target.tolist() == [[0, 0, 1, 0], [0, 2, 3, 0], [0, 4, 5, 0]]
+
+
+def test_the_driver_copies_runs_of_bytes(library: Library) -> None:
+    """The structure has the size and the offsets of ``CUDA_MEMCPY2D`` on 64-bit machines."""
+    assert ctypes.sizeof(driver._Plane) == 128
+    found: list[Any] = []
+
+    def copy(wanted: Any, stream: int) -> int:
+        found.extend([wanted._obj, stream])
+        return 0
+
+    library.cuMemcpy2DAsync_v2 = copy
+    driver.plane_copier("cuda")(1 << 40, 64, 1 << 41, 16, 5, 3)
+    plane, stream = found
+    assert (plane.source_memory, plane.source_device, plane.source_pitch) == (4, 1 << 41, 16)
+    assert (plane.target_memory, plane.target_device, plane.target_pitch) == (4, 1 << 40, 64)
+    assert (plane.width, plane.height, stream) == (16, 5, 3) and not plane.source_x and not plane.target_y
+    offsets = {"source_memory": 16, "source_device": 32, "source_pitch": 48, "target_memory": 72, "target_device": 88}
+    assert all(getattr(driver._Plane, name).offset == offset for name, offset in offsets.items())
 
 
 def test_another_device_is_refused() -> None:

@@ -27,10 +27,8 @@ def check(
     number of rows of a shard."""
     check_matmuls(a, matmuls)
     sent = a.dtype if pattern in chunked_plan.GATHERS else matmuls[0].dtype(a)
-    nbytes, signals = chunked_plan.needed(
-        pattern, launch.world_size, rows, a.shape[1], matmuls[0].columns, sent.itemsize, parameters
-    )
-    launch.check_room(nbytes, signals)
+    sizes = rows, a.shape[1], matmuls[0].columns, sent.itemsize
+    launch.check_room(*chunked_plan.needed(pattern, launch.world_size, *sizes, parameters))
 
 
 def check_sent(sent: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from overlap_inductor.facts.cost_model import kind_of
 from overlap_inductor.facts.cost_model import matmul_seconds
 from overlap_inductor.facts.cost_model import receive_seconds
 from overlap_inductor.facts.machine import Machine
+from overlap_inductor.lowerings.chunked import output_sizes
 from overlap_inductor.lowerings.chunked.parameters import MOST_BANDS
 
 
@@ -27,14 +28,16 @@ class ChunkedCost:
             all-gather; reduce-scatter or all-to-all; all-reduce; all-reduce whose transfer takes longer than its
             matmul.
         leg_seconds / leg_peer_seconds: fixed cost of a leg, and of each peer of a leg.
-        ranks / exchange_ranks: largest group measured, and largest group measured with all-to-alls.
+        ranks / exchange_ranks / output_ranks: largest group measured, largest group measured with all-to-alls, and
+            with gathers of the matmuls' result.
         copy_exposed: exposed fraction of the copy of the gathered tensor while a matmul runs (2 H200s).
         host_seconds / peer_seconds: host time of a call's launches, and of each peer of a leg.
         gain_seconds: smallest gain over ``keep`` for which a call pays, if the call is not replayed as one CUDA graph.
             A smaller gain does not make a host-bound model faster.
         replay_seconds: host time of a replayed call.
-        band_tiles: fewest tiles of a band, if the matmuls contract the exchanged dim (``contracted_launch``). This is
-            the number of SMs of an H200.
+        band_tiles: fewest tiles of a band, if the matmuls contract the exchanged dim (``contracted_launch``) or their
+            result is gathered (``output_launch``). This is the number of SMs of an H200.
+        band_seconds: fixed cost of each band's matmul and wait, if the matmuls' result is gathered.
         replay_gain_seconds / replay_gain_peer_seconds: smallest gain over ``keep``, per leg, for which a replayed call
             pays. It is the larger of the first constant and of the second constant times the number of peers. Late
             peers may cost this much.
@@ -47,6 +50,7 @@ class ChunkedCost:
     leg_peer_seconds: float = 7e-6
     ranks: int = 8
     exchange_ranks: int = 4
+    output_ranks: int = 4
     copy_exposed: float = 0.45
     host_seconds: float = 200e-6
     peer_seconds: float = 10e-6
@@ -55,6 +59,7 @@ class ChunkedCost:
     replay_gain_seconds: float = 10e-6
     replay_gain_peer_seconds: float = 4e-6
     band_tiles: int = 132
+    band_seconds: float = 8e-6
     replay_tiles: int = 48
 
 
@@ -70,8 +75,9 @@ def _copy_beside_seconds(sizes: SiteSizes, machine: Machine, matmul: float) -> f
 
 
 def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """Seconds of vendor matmuls on chunks while transfers run. Matmuls that contract the exchanged dim have an estimate
-    of their own (``_contracted_seconds``). For others, this is the sum of:
+    """Seconds of vendor matmuls on chunks while transfers run. Matmuls that contract the exchanged dim, and those whose
+    result is gathered, have estimates of their own (``_contracted_seconds``, ``_output_seconds``). For others, this is
+    the sum of:
 
     - the longer of matmul and transfers
     - an exposed fraction of the shorter one
@@ -81,6 +87,8 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
     """
     if sizes.contracted:
         return _contracted_seconds(sizes, machine)
+    if sizes.outputs:
+        return _output_seconds(sizes, machine)
     matmul = matmul_seconds(sizes, machine)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
     exposed = COST.exposed[kind_of(sizes, matmul, wire)] * min(matmul, wire) + _copy_beside_seconds(
@@ -102,6 +110,18 @@ def _contracted_seconds(sizes: SiteSizes, machine: Machine) -> float:
     return wire / bands + (bands - 1) * max(wire, matmul) / bands + matmul / bands + fixed
 
 
+def _output_seconds(sizes: SiteSizes, machine: Machine) -> float:
+    """``seconds`` of matmuls whose result is gathered. They run in bands, and each band is sent under the matmul of the
+    next one. If the matmul takes longer than the transfers, the last band's transfer is exposed, else the first band's
+    matmul. The peers' rows are read into their places in the result. So the program's ``cat`` after the gather, which
+    puts the slices side by side, is saved, too; this is not counted."""
+    bands = max(1, min(output_sizes.MOST_BANDS, sizes.tiles // COST.band_tiles))
+    matmul, wire = matmul_seconds(sizes, machine), sizes.bytes_sent / machine.link_bytes
+    exposed = max(COST.exposed[0], 1 / bands) * min(matmul, wire)
+    fixed = COST.leg_seconds + (sizes.world_size - 1) * COST.leg_peer_seconds + bands * COST.band_seconds
+    return max(matmul, wire) + exposed + fixed
+
+
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
     """Whether chunks are estimated to be faster than ``keep``:
 
@@ -121,6 +141,7 @@ def pays(sizes: SiteSizes, machine: Machine) -> bool:
     if sizes.tiles < tiles or estimate < host:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    measured = sizes.world_size <= (COST.exchange_ranks if sizes.exchanges else COST.ranks)
+    largest = COST.exchange_ranks if sizes.exchanges else COST.output_ranks if sizes.outputs else COST.ranks
+    measured = sizes.world_size <= largest
     margin = MARGIN if measured and not sizes.contracted else MARGIN_UNMEASURED
     return max(estimate * margin, estimate + gain) < keep

@@ -20,6 +20,7 @@ from overlap_inductor.lowerings.one_op.ops import Optional
 from overlap_inductor.lowerings.one_op.ops import Tensors
 from overlap_inductor.lowerings.one_op.ops import define_gather
 from overlap_inductor.lowerings.one_op.ops import define_reductions
+from overlap_inductor.lowerings.one_op.output_ops import define_gathered_output
 from overlap_inductor.lowerings.one_op.vendor_matmul import SlicedMatmul
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.runtime.workspace import Launch
@@ -52,6 +53,19 @@ def _reduce(
     from overlap_inductor.lowerings.chunked import reduce_launch
 
     return getattr(reduce_launch, pattern)(lhs, VendorMatmul(rhs, bias), launch, parameters, average)
+
+
+def _gather_output(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    bias: torch.Tensor | None,
+    side_by_side: bool,
+    launch: Launch,
+    parameters: ChunkedParameters,
+) -> torch.Tensor:
+    from overlap_inductor.lowerings.chunked.output_launch import matmul_all_gather
+
+    return matmul_all_gather(lhs, VendorMatmul(rhs, bias), launch, parameters, side_by_side)
 
 
 def _send(
@@ -100,5 +114,6 @@ def _contract(
 
 define_gather("chunked", chunked_plan, _gather)
 define_reductions("chunked", chunked_plan, _reduce)
+define_gathered_output("chunked", chunked_plan, _gather_output)
 define_exchanges("chunked", chunked_plan, _send, _receive)
 define_contracted("chunked", chunked_plan, _contract)

@@ -16,13 +16,17 @@ from typing import Any
 import torch
 
 from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.lowerings.chunked import output_sizes
 from overlap_inductor.lowerings.chunked.sizes import even_sizes
 from overlap_inductor.lowerings.chunked.sizes import gather_sizes
 from overlap_inductor.lowerings.chunked.sizes import scatter_sizes
 from overlap_inductor.lowerings.chunked.sizes import transfer_ratio
+from overlap_inductor.runtime.arena import READS
+from overlap_inductor.runtime.arena import Need
 from overlap_inductor.transports.registry import names_of
 from overlap_inductor.transports.registry import of_kind
 from overlap_inductor.transports.transport import PeerCopies
+from overlap_inductor.transports.transport import PeerReads
 from overlap_inductor.transports.transport import Share
 
 TURNS_FROM, TURNS_FROM_GATHERED = 6 << 20, 12 << 20
@@ -37,6 +41,8 @@ Range = tuple[int, int]
 """``(first row, end)``."""
 GATHERS = ("all_gather_matmul", "all_to_all_matmul")
 """The patterns in which rows are multiplied after they have arrived."""
+BANDED = ("matmul_all_reduce", "all_to_all_matmul", "matmul_all_gather")
+"""The patterns in which rows may be cut into bands."""
 BAND_BYTES, MOST_BANDS = 8 << 20, 4
 """At most ``MOST_BANDS`` bands are chosen. In an all-reduce, each of several bands has at least ``BAND_BYTES`` bytes
 for each peer. With W > 4 ranks, this limit is W / 4 times as large. On 8 H200s, bands of 16 MiB were the fastest."""
@@ -55,13 +61,16 @@ class ChunkedParameters:
             ``GATHERS`` has one chunk; in other patterns, one matmul computes all rows of a band. ``None``:
             ``chunked.sizes`` chooses the number and the sizes of the chunks.
         sizes: sizes of the chunks in shards, instead of ``chunks``.
-        bands: number of bands in an all-reduce, or in an all-to-all before matmuls that contract the exchanged dim. 0:
-            ``fitted`` or ``fitted_bands`` chooses the number. Other sites have one band.
+        bands: number of bands in an all-reduce, in an all-to-all before matmuls that contract the exchanged dim, or in
+            a gather of the matmul's result. 0: ``fitted``, ``fitted_bands`` or ``fitted_output`` chooses the number.
+            Other sites have one band.
         grain: a chunk or band begins at a multiple of this many rows of its shard. The default is the height of
             ``TILE``.
         pushers: SMs that a transport may use.
         turns_from: pieces of at least this many bytes take turns (``transports.transport.Share``). ``None``: the
             default for the pattern (``TURNS_FROM``).
+        reads: in a gather of the matmul's result: ranks read their peers' rows (``PeerReads``). By default, they write
+            rows to their peers' workspaces, from which each rank copies them to its result.
         min_rows: rows of the whole matmul below which the plain collective runs (dynamic sizes).
         replays: a repeated call is replayed as one CUDA graph (``runtime.replay``).
 
@@ -79,6 +88,7 @@ class ChunkedParameters:
     grain: int = 128
     pushers: int = 16
     turns_from: int | None = None
+    reads: bool = False
     min_rows: int = 0
     replays: bool = True
 
@@ -106,11 +116,15 @@ def transports_of(pattern: str) -> tuple[str, ...]:
 
 
 def automatic(pattern: str) -> tuple[str, ...]:
+    if pattern == "matmul_all_gather":
+        return names_of(PeerReads)[:1]
     return tuple(t.name for t in of_kind(PeerCopies) if t.fastest_from is not None)
 
 
 def settings_for(pattern: str, transport: str) -> dict[str, Any]:
-    return {"transport": transport, "bands": 0 if pattern in ("matmul_all_reduce", "all_to_all_matmul") else 1}
+    if pattern == "matmul_all_gather":
+        return {"transport": transport, "bands": 0, "reads": transport in ("auto", *names_of(PeerReads))}
+    return {"transport": transport, "bands": 0 if pattern in BANDED else 1}
 
 
 def fitted(
@@ -177,6 +191,26 @@ def fitted_bands(world_size: int, rows: int, columns: int, row_bytes: int, p: Ch
     return replace(p, bands=bands, transport=transport, turns_from=TURNS_FROM if p.turns_from is None else p.turns_from)
 
 
+def fitted_output(
+    world_size: int, rows: int, columns: int, itemsize: int, p: ChunkedParameters
+) -> tuple[ChunkedParameters, tuple[int, ...]]:
+    """``(p with all values filled in, rows of each band)`` for a gather of a matmul's result. The bands depend only on
+    values that all ranks share.
+
+    Args:
+        rows, columns: M and N of a rank's matmul.
+        itemsize: bytes of an element of the result.
+    """
+    if p.bands:
+        sizes = tuple(size for _, size in bands_of(rows, p))
+    else:
+        sizes = output_sizes.band_rows(rows, columns, world_size - 1, itemsize, p.sms, p.grain)
+    automatic_transport = names_of(PeerReads)[0] if p.reads else _fastest(rows * columns * itemsize, len(sizes))
+    transport = automatic_transport if p.transport == "auto" else p.transport
+    turns_from = TURNS_FROM if p.turns_from is None else p.turns_from
+    return replace(p, bands=len(sizes), transport=transport, turns_from=turns_from), sizes
+
+
 def _fastest(nbytes: int, pieces: int) -> str:
     limits = {t.name: t.fastest_from for t in of_kind(PeerCopies) if t.fastest_from is not None}
     return max((name for name, least in limits.items() if nbytes >= pieces * least), key=limits.__getitem__)
@@ -238,13 +272,17 @@ def result_signals(world_size: int, parameters: ChunkedParameters) -> int:
 
 def needed(
     pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: ChunkedParameters
-) -> tuple[int, int]:
+) -> Need:
     """``(bytes, signals)`` of a call's slot (``runtime.arena``). ``rows``: rows of a shard; ``inner``, ``columns``: K
     and N; ``itemsize``: bytes of a sent element."""
     # A call with fewer rows never needs more.
     if pattern == "matmul_all_reduce":
         signals = result_signals(world_size, parameters) + (parameters.bands or MOST_BANDS)
         return 2 * world_size * rows * columns * itemsize, signals
+    if pattern == "matmul_all_gather":
+        # Each rank's slice has the rows of all shards together.
+        own, signals = world_size * rows * columns * itemsize, parameters.bands or output_sizes.MOST_BANDS
+        return (own, signals, READS) if parameters.reads else (world_size * own, signals)
     # One flag for each band if the exchanged dim is contracted, otherwise one for each part.
     bands = parameters.bands or MOST_BANDS if pattern == "all_to_all_matmul" else 1
     nbytes = world_size * rows * (inner if pattern in GATHERS else columns) * itemsize

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from overlap_inductor.lowerings import reference
 from overlap_inductor.lowerings.library import define
+from overlap_inductor.runtime.arena import Need
 from overlap_inductor.runtime.call_order import call_order
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.runtime.workspace import workspace_of
@@ -40,12 +41,12 @@ Optional = Sequence[torch.Tensor | None]
 
 class SitePlan(Protocol):
     """What an op calls in the schedule's ``parameters`` module. ``needed`` returns the ``(bytes, signals)`` of a call's
-    slot: the part of the workspace that the call uses."""
+    slot: the part of the workspace that the call uses. A protocol other than ``runtime.arena.CREDITS`` follows."""
 
     def parameters_of(self, settings: str, blocks: int, /) -> Any: ...
     def needed(
         self, pattern: str, world_size: int, rows: int, inner: int, columns: int, itemsize: int, parameters: Any, /
-    ) -> tuple[int, int]: ...
+    ) -> Need: ...
 
 
 Gather = Callable[[torch.Tensor, Sequence[torch.Tensor], Optional, bool, Launch, Any], Tensors]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from operator import getitem
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import fx
 
 from overlap_inductor.lowerings.reduced_rows import Biases
 from overlap_inductor.lowerings.reduced_rows import biases_of
+from overlap_inductor.lowerings.reduced_rows import reduced
 from overlap_inductor.lowerings.reduced_rows import reduced_in_rows
 from overlap_inductor.lowerings.reduced_rows import rewrite_reduce
 from overlap_inductor.lowerings.rows import Op
+from overlap_inductor.lowerings.rows import bias_row
 from overlap_inductor.lowerings.rows import is_row
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.nodes import OverlapSite
@@ -32,7 +35,7 @@ class ReduceRows:
     def loopable(self, site: OverlapSite) -> bool:
         nodes = nodes_of(site, ReduceNodes)
         biases = biases_of(nodes, nodes.computed)
-        if biases is None or any(b is not None and not is_row(b) for b in biases):
+        if biases is None or any(b is not None and not is_row(b) for b in biases) or nodes.padding is not None:
             return False
         return reduced_in_rows(site.facts.pattern, nodes, biases)
 
@@ -74,6 +77,9 @@ class ReduceRows:
     ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
         nodes = nodes_of(site, ReduceNodes)
 
+        if site.facts.pattern == "matmul_all_gather":
+            return gathered_output(emit, nodes, op, own)
+
         def reduce(lhs: list[fx.Node], rhs: list[fx.Node], biases: Biases, reduce_op: str) -> fx.Node:
             first, where = scales[0] if scales else (), (*own, reduce_op, emit.group_name, emit.site)
             if len(lhs) == 1:
@@ -84,6 +90,21 @@ class ReduceRows:
             return emit.communicate(op("sum_"), emit.chain, left, right, biases[order[0]], *where)
 
         return rewrite_reduce(emit, nodes, reduce, summed(nodes))
+
+
+def gathered_output(
+    emit: StepEmitter, nodes: ReduceNodes, op: Op, own: tuple[Any, ...]
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """Write a matmul and the all-gather of its result. If the program puts the ranks' slices side by side, so does the
+    op, and the program's ``cat`` is replaced instead of the collective."""
+    (leaf,), (bias,), join = nodes.leaves, summed(nodes), nodes.joined()
+    row = None if bias is None else bias_row(emit, bias)
+    where = (join is not None, *own, emit.group_name, emit.site)
+    out = emit.communicate(op(""), emit.chain, leaf.lhs, leaf.rhs, row, *where)
+    result, chain = (emit.call(getitem, out, i) for i in range(2))
+    if join is not None:
+        return chain, {join: emit.reshape(result, tools.shape(join))}
+    return chain, reduced(nodes, emit.reshape(result, tools.shape(nodes.collectives[0].node)))
 
 
 def summed(nodes: ReduceNodes) -> Biases:

@@ -51,6 +51,7 @@ from overlap_inductor.lowerings.schedule import ExchangeTerms
 from overlap_inductor.lowerings.schedule import OpCall
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.lowerings.schedule import SingleOp
+from overlap_inductor.runtime.arena import Need
 from overlap_inductor.runtime.arena import Request
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.nodes import DecidedSite
@@ -102,7 +103,8 @@ class OneOpSchedule:
             ranks get the same answer.
         dynamic: True if the token count may be symbolic at compile time.
         needed: ``(pattern, world_size, rows of a shard, inner, columns, itemsize, parameters) -> (bytes, signals)`` of
-            a call's workspace slot; ``None`` if the schedule needs no workspace.
+            a call's workspace slot, and its protocol if it is not ``CREDITS``; ``None`` if the schedule needs no
+            workspace.
         why_not_scaled: as ``plan.why_not``, for fp8 with scales; ``None`` if the schedule has no ops for fp8.
         only_plain: patterns for which the schedule has no op for fp8.
         replays: a repeated call may be launched as one CUDA graph (``runtime.replay``).
@@ -121,7 +123,7 @@ class OneOpSchedule:
     pays: Callable[[SiteSizes, Machine], bool]
     reach: Callable[[tuple[int, ...], torch.device], str | None]
     dynamic: bool = True
-    needed: Callable[..., tuple[int, int]] | None = None
+    needed: Callable[..., Need] | None = None
     why_not_scaled: WhyNot | None = None
     only_plain: tuple[str, ...] = ()
     replays: bool = False
