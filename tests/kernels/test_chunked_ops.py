@@ -131,6 +131,38 @@ def test_ops_of_exchanges_are_exact_with_workspace_and_without(tmp_path: Path) -
         assert not problems, f"rank {rank}: {problems}"
 
 
+def _check_outputs(rank: int, world_size: int, folder: str) -> list[str]:
+    """Call the op of a gathered output in both layouts: in slots of both protocols, without a slot, with too few rows,
+    and with none. Returns the problems on this rank. Results must be equal bit for bit."""
+    use_shared_memory(folder)
+    group, problems = dist.group.WORLD, []
+    calls = [("no room", ROWS, {}), ("read", 0, {"reads": True}), ("read", ROWS, {"reads": True, "min_rows": 100})]
+    for name, own in (("read", {"reads": True}), ("sent", {}), ("pushed", {"transport": "sm_push"})):
+        settings = {"transport": "copy_engine", "grain": 8, "bands": 2, **own}
+        parameters = chunked_plan.parameters_of(json.dumps(settings), 1)
+        need = chunked_plan.needed("matmul_all_gather", world_size, -(-ROWS // world_size), K, N, 2, parameters)
+        workspace.prepare(group, torch.device("cpu"), json.dumps([[name, *need]]), 2**30)
+        calls += [(name, ROWS, settings), (name, 17, settings)]
+    workspace.prepare(group, torch.device("cpu"), json.dumps([["no room", 2**40, 1]]), 2**30)
+    for site, rows, settings in calls:
+        generator = torch.Generator().manual_seed(rank)
+        a = torch.randint(-2, 3, (rows, K), generator=generator).half()
+        b = torch.randint(-2, 3, (N, K), generator=generator).half()
+        bias, last = b[:, 0].contiguous(), (json.dumps(settings), group.group_name, site)
+        everyone = a.new_empty(world_size * rows, N)
+        dist.all_gather_into_tensor(everyone, a @ b.t() + bias)
+        for side_by_side in (False, True):
+            found, _ = ops.chunked_matmul_all_gather(torch.zeros(1), a, b.t(), bias, side_by_side, *last)
+            if not torch.equal(found, torch.cat(everyone.chunk(world_size), dim=1) if side_by_side else everyone):
+                problems.append(f"{site}, {rows} rows, side by side {side_by_side}: {tuple(found.shape)} differs")
+    return problems
+
+
+def test_the_op_of_a_gathered_output_is_exact(tmp_path: Path) -> None:
+    for rank, problems in enumerate(run_ranks(2, _check_outputs, str(tmp_path), timeout=200)):
+        assert not problems, f"rank {rank}: {problems}"
+
+
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
