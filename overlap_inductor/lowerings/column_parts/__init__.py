@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``column_parts``: the last grouped matmul of an expert layer, and the ops up to the next collective, are
-computed for a part of the output columns at a time. The program's own all-reduce or all-to-all moves a part while the
+"""Schedule ``column_parts``: the last grouped matmul of an expert layer, and the sum of each token's rows, are computed
+for a part of the output columns at a time. The program's own all-reduce adds a part's sums over the ranks while the
 next part is computed.
 
 - Ops: none of its own. ``after`` of ``ring.ops`` puts a part's matmul after the start of the all-reduce before it.

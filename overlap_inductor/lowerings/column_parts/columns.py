@@ -8,7 +8,6 @@ of the grouped matmul only::
     out = reshape(index(y * s, [places]), [T, k, N]).sum(1)    out_i = reshape(index(y_i * s, ...), [T, k, n]).sum(1)
 
 Every expert keeps all of its rows, so a part needs no sort and no new ``ends``. The number of rows may be symbolic.
-The tensor may also be an ``index_put`` that writes each of its rows once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
-from overlap_inductor.sites.grouped import GroupedNode
+from overlap_inductor.sites.grouped import GroupedMatmul
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.row_steps import is_grouped
 from overlap_inductor.sites.step_emitter import StepEmitter
@@ -32,14 +31,13 @@ NODES = 16
 
 
 class Columns:
-    """The nodes from ``matmul`` to ``top``, which can be computed for some columns at a time. If ``top`` is an
-    ``index_put``, its index holds each row once.
+    """The nodes from ``matmul`` to ``top``, which can be computed for some columns at a time.
 
     Raises:
         ValueError: a node cannot. The text names it.
     """
 
-    def __init__(self, matmul: GroupedNode, top: fx.Node) -> None:
+    def __init__(self, matmul: GroupedMatmul, top: fx.Node) -> None:
         self.grouped, self.top, self.width = matmul.grouped, top, tools.shape(matmul.grouped)[-1]
         if not isinstance(self.width, int):
             raise ValueError(f"the number of columns is only known at run time: {self.width}")
@@ -52,6 +50,7 @@ class Columns:
         """Columns ``start`` to ``start + length`` of ``top``. The grouped matmul runs after the node ``after``."""
         done: dict[fx.Node, fx.Node] = {}
         for node in self.computed:
+            read = {n: done[n] if n in done else self._cut(emit, n, start, length) for n in tools.tensor_inputs(node)}
             if node is self.grouped:
                 lhs, rhs, *others = node.args
                 rhs = emit.narrow(rhs, 2, start, length)
@@ -61,14 +60,7 @@ class Columns:
                 done[node] = emit.reshape(done[node.args[0]], [*tools.shape(node)[:-1], length])
             elif node.target is aten.index.Tensor:
                 done[node] = emit.call(node.target, done[node.args[0]], *node.args[1:])
-            elif node.target is aten.index_put.default:
-                rows = done[node.args[2]]
-                adds = operators.argument(node, "accumulate", False)
-                base = emit.call(aten.full_like.default, rows, 0) if adds else emit.call(aten.empty_like.default, rows)
-                done[node] = emit.call(node.target, base, node.args[1], rows, *node.args[3:], **node.kwargs)
             else:
-                inputs = tools.tensor_inputs(node)
-                read = {n: done[n] if n in done else self._cut(emit, n, start, length) for n in inputs}
                 copied = emit.graph.node_copy(node, functools.partial(_replacement, read))
                 done[node] = emit.annotate(copied)
         return done[self.top]
@@ -76,7 +68,7 @@ class Columns:
     def _cut(self, emit: StepEmitter, node: fx.Node, start: int, length: int) -> fx.Node:
         """``node``, which these nodes read but do not compute. A tensor with N columns is cut."""
         shape = tools.shape(node)
-        return emit.narrow(node, len(shape) - 1, start, length) if shape and same_size(shape[-1], self.width) else node
+        return emit.narrow(node, len(shape) - 1, start, length) if shape and shape[-1] == self.width else node
 
     def _between(self) -> list[fx.Node]:
         """The grouped matmul, and the nodes from it to ``top``, in graph order."""
@@ -93,9 +85,6 @@ class Columns:
         return sorted(found)
 
     def _why_not(self, node: fx.Node) -> str | None:
-        other = next((u for u in node.users if node is not self.top and u not in self.computed), None)
-        if other is not None:
-            return f"is also read by {other.name}"
         if is_grouped(node):
             return None if node is self.grouped else "is a second grouped matmul"
         shape, source = tools.shape(node), node.args[0]
@@ -109,9 +98,6 @@ class Columns:
             rows, *others = node.args[1]
             plain = source in self.computed and rows not in self.computed and not any(others)
             return None if plain and len(tools.shape(rows)) == 1 else "takes other elements than rows"
-        if node.target is aten.index_put.default:
-            written = node is self.top and node.args[2] in self.computed and source not in self.computed
-            return None if written else "writes rows of another tensor"
         if node.target is aten.sum.dim_IntList:
             dims = operators.argument(node, "dim") or ()
             last = len(tools.shape(source)) - 1

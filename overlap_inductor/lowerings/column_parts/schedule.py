@@ -10,9 +10,6 @@
 ``combine`` is the index, the pointwise ops and the sum of each token's rows. The nodes are ordinary ones, so Inductor
 fuses each ``combine``, and a CUDA graph captures everything. Each element of the result is computed from the same row
 and column, and is summed over the ranks by the same collective.
-
-Between two all-to-alls, ``combine`` is an ``index_put``, and the second all-to-all takes the place of the all-reduce.
-The first one stays as written.
 """
 
 from __future__ import annotations
@@ -36,10 +33,7 @@ from overlap_inductor.lowerings.column_parts.columns import Columns
 from overlap_inductor.lowerings.schedule import ExchangeTerms
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites import graph_tools as tools
-from overlap_inductor.sites.dispatched_nodes import DispatchedNodes
 from overlap_inductor.sites.grouped import GroupedMatmul
-from overlap_inductor.sites.grouped import GroupedNode
-from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.nodes import nodes_of
@@ -62,7 +56,7 @@ class ColumnParts:
     """See ``SiteSchedule``. Uses the program's own collective, so it has no transport."""
 
     name = "column_parts"
-    patterns = ("matmul_all_reduce", "all_to_all_experts")
+    patterns = ("matmul_all_reduce",)
     transports: tuple[str, ...] = ()
     noun = "cut of columns"
     called = "in parts of the columns"
@@ -75,17 +69,16 @@ class ColumnParts:
         return None
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
-        if not isinstance(site.nodes, DispatchedNodes):
-            nodes = nodes_of(site, ReduceNodes)
-            (leaf, *others) = nodes.leaves
-            if not isinstance(leaf, GroupedMatmul) or others:
-                return "only the columns of experts' rows are cut into parts"
-            if len(nodes.collectives) != 1 or nodes.padding is not None:
-                return "the experts' rows are reduced by more than one collective, or padded"
-        if config.schedule == "auto" and not on_gpu(tools.value(site.collectives[0].input).device):
+        nodes = nodes_of(site, ReduceNodes)
+        (leaf, *others) = nodes.leaves
+        if not isinstance(leaf, GroupedMatmul) or others:
+            return "only the columns of experts' rows are cut into parts"
+        if len(nodes.collectives) != 1 or nodes.padding is not None:
+            return "the experts' rows are reduced by more than one collective, or padded"
+        if config.schedule == "auto" and not on_gpu(tools.value(nodes.collectives[0].input).device):
             return "parts of columns were only considered for GPUs; set OVERLAP_INDUCTOR_SCHEDULE=column_parts"
         try:
-            columns = _columns(site)
+            columns = Columns(leaf, nodes.collectives[0].input)
         except ValueError as error:
             return f"the columns cannot be cut into parts: {error}"
         if not _counts(columns):
@@ -107,20 +100,13 @@ class ColumnParts:
     def where_it_pays(
         self, site: OverlapSite, config: OverlapConfig, fewest: int = 0
     ) -> list[PlanPiece] | Reason | None:
-        """A graph for any number of tokens is kept: parts lose at few tokens, and no op chooses at run time."""
+        """The sizes of the example inputs decide whether the schedule pays, because the graph is the same for all token
+        counts."""
         if not has_example(site):
             return Reason("dynamic_shape", "the sizes are only known when the graph runs, so there is no estimate")
         sizes, machine = sizes_at(site), machine_of(site, config)
         keep = written_seconds(sizes, machine) + collective_seconds(sizes, machine)
-        if self.seconds(site, config) * MARGIN >= keep:
-            return None
-        if not isinstance(site.nodes.tokens, int):
-            return Reason(
-                "dynamic_shape",
-                "parts of the columns pay at the example's token count, but lose at few tokens, and no op can choose by"
-                " the token count at run time; set OVERLAP_INDUCTOR_SCHEDULE=column_parts to overlap the site",
-            )
-        return self.forced(site, config)
+        return self.forced(site, config) if self.seconds(site, config) * MARGIN < keep else None
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> None:
         return None
@@ -138,11 +124,9 @@ class ColumnParts:
         return ExchangeTerms(dict(piece.parameters), None, False)
 
     def rewrite(self, emit: StepEmitter, site: DecidedSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
-        columns, parts, (_, collective) = _columns(site), parameters["parts"], _ends(site)
-        width, starts, replaced = columns.width // parts, list[fx.Node](), dict[fx.Node, fx.Node]()
-        for earlier in site.collectives:
-            if earlier is not collective:
-                replaced |= _copied(emit, earlier)
+        nodes, columns, parts = nodes_of(site, ReduceNodes), _columns(site), parameters["parts"]
+        collective, width = nodes.collectives[0], columns.width // parts
+        starts: list[fx.Node] = []
         for part in range(parts):
             # The first part comes after the ranks have compared their plans.
             summed = columns.write(emit, part * width, width, starts[-1] if starts else emit.chain)
@@ -153,36 +137,15 @@ class ColumnParts:
         waits = [emit.call(collective.wait.target, start) for start in starts]
         for wait in waits[:-1]:
             emit.order[wait] = {starts[-1]}
-        joined = emit.call(aten.cat.default, waits, -1)
-        if isinstance(site.nodes, DispatchedNodes):
-            return emit.chain, {**replaced, collective.wait: joined, collective.node: joined}
-        return emit.chain, reduced_rows.reduced(nodes_of(site, ReduceNodes), joined)
-
-
-def _copied(emit: StepEmitter, collective: CollectiveNode) -> Replaced:
-    """A copy of ``collective`` and its waits in their place: the rewrite erases the collectives of the site."""
-    copies: Replaced = {}
-    for node in reversed(collective.chain()):
-        with emit.graph.inserting_before(node):
-            copies[node] = emit.annotate(emit.graph.node_copy(node, lambda n: copies.get(n, n)))
-    emit.kept.append(copies[collective.node])
-    return copies
-
-
-def _ends(site: OverlapSite) -> tuple[GroupedNode, CollectiveNode]:
-    """The last grouped matmul, and the collective that moves what is computed from it."""
-    if isinstance(site.nodes, DispatchedNodes):
-        return site.nodes.grouped[-1], site.nodes.combine
-    nodes = nodes_of(site, ReduceNodes)
-    leaf = nodes.leaves[0]
-    if not isinstance(leaf, GroupedMatmul):
-        raise TypeError(f"{leaf.node.name} is {leaf.kind}; expected a grouped matmul, as when the site was planned")
-    return leaf, nodes.collectives[0]
+        return emit.chain, reduced_rows.reduced(nodes, emit.call(aten.cat.default, waits, -1))
 
 
 def _columns(site: OverlapSite) -> Columns:
-    matmul, collective = _ends(site)
-    return Columns(matmul, collective.input)
+    nodes = nodes_of(site, ReduceNodes)
+    (leaf,) = nodes.leaves
+    if not isinstance(leaf, GroupedMatmul):
+        raise TypeError(f"{leaf.node.name} is {leaf.kind}; expected a grouped matmul, as when the site was planned")
+    return Columns(leaf, nodes.collectives[0].input)
 
 
 def _counts(columns: Columns) -> list[int]:
@@ -191,20 +154,8 @@ def _counts(columns: Columns) -> list[int]:
 
 
 def _part_sizes(site: OverlapSite) -> cost.PartSizes:
-    (_, collective), last = _ends(site), site.nodes.matmul_sizes()[-1]
-    itemsize = tools.dtype(collective.input).itemsize
+    nodes = nodes_of(site, ReduceNodes)
+    leaf, last, itemsize = nodes.leaves[0], nodes.matmul_sizes()[-1], tools.dtype(nodes.collectives[0].input).itemsize
+    rows, result = (float(hint(tools.numel(tools.shape(n)))) for n in (leaf.node, nodes.collectives[0].input))
     flops = 2.0 * hint(last.m) * hint(last.n) * hint(last.k)
-    if isinstance(site.nodes, DispatchedNodes):
-        # A rank is expected to receive as many rows as it sends.
-        rows = result = float(hint(site.nodes.tokens) * hint(last.n))
-    else:
-        leaf = nodes_of(site, ReduceNodes).leaves[0].node
-        rows, result = (float(hint(tools.numel(tools.shape(n)))) for n in (leaf, collective.input))
-    wire = 1.0 / (2 if isinstance(site.nodes, DispatchedNodes) else 1)
-    joined = 0.0 if _joins_while_reading(collective.wait) else result * itemsize
-    return cost.PartSizes(flops, (rows + result) * itemsize, joined, wire)
-
-
-def _joins_while_reading(wait: fx.Node) -> bool:
-    """Whether only pointwise ops read the result. Inductor then reads the parts instead of a copy."""
-    return bool(wait.users) and all(n.op == "call_function" and tools.is_pointwise(n) for n in wait.users)
+    return cost.PartSizes(flops, (rows + result) * itemsize, result * itemsize)
