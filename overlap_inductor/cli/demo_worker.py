@@ -169,8 +169,8 @@ def run_part(part: str, model: Any, call: Callable[[Any], Outputs], settings: Se
 
 
 def serving(settings: Settings) -> list[str]:
-    """Names of the schedules that can run between these ranks. ``early_start`` and ``column_parts``, which have
-    no transport, are left out: the demo's models have no site for them."""
+    """Names of the schedules that can run between these ranks. ``early_start``, which has no transport, is left out:
+    the demo's models have no site for it."""
     ranks, device = tuple(range(dist.get_world_size())), torch.device(settings.device)
     return [s.name for s in SCHEDULES if s.transports and s.why_not_between(ranks, device) is None]
 

@@ -7,7 +7,6 @@ from importlib import import_module
 
 from overlap_inductor.facts import names
 from overlap_inductor.lowerings.chunked.schedule import CHUNKED
-from overlap_inductor.lowerings.column_parts.schedule import ColumnParts
 from overlap_inductor.lowerings.early_start.schedule import EarlyStart
 from overlap_inductor.lowerings.fused.schedule import FUSED
 from overlap_inductor.lowerings.ring.schedule import RingSchedule
@@ -52,4 +51,3 @@ register(CHUNKED)
 register(WAVE_GROUPS)
 register(SMALL_MESSAGE)
 register(EarlyStart())
-register(ColumnParts())

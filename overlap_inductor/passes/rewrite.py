@@ -65,8 +65,8 @@ class Rewriter:
         self.first: dict[fx.Node, str] = {}
         self.agreements: list[fx.Node] = []
         self.in_order: set[str] = set()
-        """Groups with a site of schedule ``early_start`` or ``column_parts``, whose collectives are functional ones.
-        Another rank may lack a site of ``early_start``. So all collectives of these groups run in the graph's order."""
+        """Groups with a site of schedule ``early_start``, which keeps the program's own collectives. Another rank may
+        lack this site. So all collectives of these groups run in the graph's order."""
         self.current: DecidedSite | None = None
         """The site that is being written, to which a failure is attributed, or ``None``."""
         self.seam: Seam | None = None
@@ -219,7 +219,7 @@ class Rewriter:
         ends |= site.nodes.unused_after(replaced)
         self._erase_unused([*replaced, *ends], ends)
         self.emitted.setdefault(group.group_name, []).extend(emit.emitted)
-        self.first.update(dict.fromkeys((emit.emitted or emit.kept)[:1], site.facts.id))
+        self.first.update(dict.fromkeys(emit.emitted[:1], site.facts.id))
         self.order |= emit.order
         if not emit.emitted:
             self.in_order.add(group.group_name)

@@ -33,8 +33,6 @@ class StepEmitter:
         module: metadata of the site's module, copied to every node.
         values: evaluates the nodes, for all sites of a graph.
         emitted: the communicating overlap ops written so far.
-        kept: the functional collectives written so far. If there are no overlap ops, all collectives of the group run
-            in the graph's order.
         order: ``{node: nodes that must run before it, although it does not read their results}``.
         transport: last arguments of an op that takes a transport: ``(name,)``, or ``()`` for the schedule's default.
     """
@@ -47,7 +45,6 @@ class StepEmitter:
     module: dict[str, Any]
     values: StepValues = field(default_factory=StepValues)
     emitted: list[fx.Node] = field(default_factory=list)
-    kept: list[fx.Node] = field(default_factory=list)
     order: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     transport: tuple[str, ...] = ()
 

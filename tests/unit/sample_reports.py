@@ -129,7 +129,6 @@ PIECES = {
         _piece("small_message", "sm_push", 655.0, False, settings="{}"),
     ),
     "early start": ("attention_all_to_all", "all_to_all", _piece("early_start", None, 720.0)),
-    "column parts": ("matmul_all_reduce", "all_reduce", _piece("column_parts", None, 960.0, parts=4)),
 }
 """``{name: (pattern, kind of the pattern's collective, piece)}``, with every schedule except ``keep``, and every route
 of the ring except ``direct``. One piece is slower than the plain graph."""

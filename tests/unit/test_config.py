@@ -18,7 +18,7 @@ from overlap_inductor.errors import ConfigError
 from overlap_inductor.facts import names
 from tests.support.fork_base import ForkBase
 
-SCHEDULES = ("auto", "keep", "ring", "chunked", "fused", "wave_groups", "small_message", "early_start", "column_parts")
+SCHEDULES = ("auto", "keep", "ring", "chunked", "fused", "wave_groups", "small_message", "early_start")
 TRANSPORTS = ("auto", "p2p", "copy_engine", "sm_push", "nccl")
 PATTERNS = (
     "all_gather_matmul",

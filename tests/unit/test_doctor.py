@@ -230,8 +230,8 @@ def test_every_schedule_says_whether_it_runs_here(monkeypatch: pytest.MonkeyPatc
     ranks, *checks = runs_here()
     assert (ranks.answer, ranks.value) == ("2", "on CPUs, because no GPU is visible")
     assert [check.name for check in checks] == [schedule.name for schedule in SCHEDULES]
-    assert [check.name for check in checks if check.answer == "yes"] == ["ring", "early_start", "column_parts"]
-    for check in checks[1:-2]:
+    assert [check.name for check in checks if check.answer == "yes"] == ["ring", "early_start"]
+    for check in checks[1:-1]:
         assert check.answer == "no" and check.state == NOTE and "needs NVIDIA GPUs" in check.value
 
 
@@ -244,8 +244,7 @@ def test_schedules_on_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch
 def test_schedules_on_gpus_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 2, capability=(8, 0))
     assert answers() == {
-        schedule.name: "yes" if schedule.name in ("ring", "early_start", "column_parts") else "no"
-        for schedule in SCHEDULES
+        schedule.name: "yes" if schedule.name in ("ring", "early_start") else "no" for schedule in SCHEDULES
     }
     assert "compute capability (8, 0)" in named(runs_here(), "fused").value
 
@@ -253,12 +252,7 @@ def test_schedules_on_gpus_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> N
 def test_schedules_on_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four GPUs, only the last is cut off. The doctor lists which GPUs each GPU cannot reach."""
     gpus(monkeypatch, 4, cut_off=(3,))
-    assert [name for name, answer in answers().items() if answer == "yes"] == [
-        "ring",
-        "wave_groups",
-        "early_start",
-        "column_parts",
-    ]
+    assert [name for name, answer in answers().items() if answer == "yes"] == ["ring", "wave_groups", "early_start"]
     assert named(runs_here(), "chunked").value.splitlines() == [
         "GPU 0, 1, 2: this GPU cannot reach the memory of GPUs (3,)",
         "GPU 3: this GPU cannot reach the memory of GPUs (0, 1, 2)",
@@ -313,8 +307,7 @@ def test_symmetric_memory_that_is_absent_is_no_failure(monkeypatch: pytest.Monke
     (check,) = doctor_machine.symmetric_memory()
     assert check.state == NOTE
     assert check.value == (
-        "not available: no CUDA; needed by fused, chunked, small_message; not needed by ring, wave_groups, early_start,"
-        " column_parts"
+        "not available: no CUDA; needed by fused, chunked, small_message; not needed by ring, wave_groups, early_start"
     )
 
 

@@ -146,7 +146,7 @@ def test_a_page_has_a_dark_and_a_narrow_form(report: OverlapReport) -> None:
 
 def test_total_has_a_ratio() -> None:
     words = " ".join(Page(render_html(samples.every_schedule())).words.split())
-    assert "18.79 ms \u2192 13.06 ms, 1.44x estimated, overlapped sites together" in words
+    assert "17.45 ms \u2192 12.10 ms, 1.44x estimated, overlapped sites together" in words
 
 
 def test_a_slower_plan_is_marked_as_slower_and_drawn_red() -> None:

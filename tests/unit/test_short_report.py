@@ -26,7 +26,7 @@ def test_str_is_the_headline_the_total_and_the_first_rows() -> None:
         "  layers.{0..79}.mlp.down_proj     80 x matmul_all_reduce  overlapped: ring/p2p S=4 (tokens >= 512)\n"
         "  lm_head                          1 x matmul_all_reduce   refused: other_users"
     )
-    assert str(samples.every_schedule()).endswith("and 6 more rows; to_text() has all")
+    assert str(samples.every_schedule()).endswith("and 5 more rows; to_text() has all")
     assert str(samples.empty()) == "graph 0_0 inference, no sites found"
 
 
