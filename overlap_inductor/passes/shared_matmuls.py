@@ -25,6 +25,9 @@ from overlap_inductor.sites.nodes import OverlapSite
 MOST_SITES = 12
 """``_best`` may try 2 to the power of the number of sites. In a group of more sites than this, the first sites take the
 shared matmuls."""
+LEAD = 1.25
+"""Later sites of a group take a matmul only if they are estimated to save this many times as much as the first ones.
+Estimates are not exact, and in groups of more than 4 ranks only the first sites were measured."""
 
 
 def sharing(sites: Sequence[OverlapSite]) -> list[list[OverlapSite]]:
@@ -54,7 +57,10 @@ def losers(groups: Sequence[Sequence[DecidedSite]]) -> dict[str, Reason]:
         kept = _best(able)
         for site in able:
             if site not in kept:
-                found[site.facts.id] = _left_to(next(other for other in kept if _share(site, other)), site)
+                owner = next((other for other in kept if _share(site, other)), None)
+                # A site that saves nothing may share no matmul with those that are kept.
+                if owner is not None:
+                    found[site.facts.id] = _left_to(owner, site)
     return found
 
 
@@ -65,7 +71,9 @@ def saved_us(decision: Decision) -> float | None:
 
 
 def _best(sites: list[DecidedSite]) -> list[DecidedSite]:
-    """The sites that save the most together, no two of which share a matmul. Among equals, the first sites."""
+    """The sites that save the most together, no two of which share a matmul. Sites that save nothing are left out.
+    Without a clear lead (``LEAD``) of the later sites, the first ones are taken."""
+    sites = [site for site in sites if (saved_us(site.decision) or 0.0) > 0.0]
     if not sites:
         return []
     first, *rest = sites
@@ -73,7 +81,7 @@ def _best(sites: list[DecidedSite]) -> list[DecidedSite]:
     if all(not _share(first, site) for site in rest):
         return taken
     left = _best(rest)
-    return left if _total(left) > _total(taken) else taken
+    return left if _total(left) > LEAD * _total(taken) else taken
 
 
 def _total(sites: Sequence[DecidedSite]) -> float:
@@ -87,7 +95,7 @@ def _share(one: OverlapSite, other: OverlapSite) -> bool:
 def _left_to(owner: DecidedSite, site: DecidedSite) -> Reason:
     matmul = next(m.node for m in site.matmuls if m.node in {o.node for o in owner.matmuls})
     more, less = (microseconds(saved_us(s.decision) or 0.0) for s in (owner, site))
-    text = f"{matmul.name} already belongs to site {owner.facts.id}, which is estimated to save {more}, not {less}"
+    text = f"{matmul.name} belongs to site {owner.facts.id}, which is estimated to save {more}, not {less}"
     return Reason("shares_nodes", text)
 
 

@@ -7,7 +7,8 @@ the other (``runtime.call_order``).
 
 A rank must not write into a slot that a peer still reads. Three protocols ensure this. ``CREDITS``: the peer gives a
 credit when its call ends (``kernels.signals.credit_flag``), and reads only its own memory. ``READS``: likewise, but
-ranks write only their own memory and read their peers'. So a rank waits for the credits of all peers before it writes.
+ranks write rows only to their own memory, and read their peers'. So a rank waits for the credits of all peers before
+it writes.
 ``HALVES``: calls use the two halves of the slot in turn (``kernels.small_message``).
 
 ``prepare`` allocates a graph's slots at the graph's first run, during which no CUDA graph may be captured. A site with
@@ -57,7 +58,7 @@ class Request:
     """The workspace that one site needs.
 
     Attributes:
-        nbytes: number of bytes that peers write.
+        nbytes: number of bytes that peers write or read.
         signals: number of signals that each peer sends in a call.
         protocol: ``CREDITS``, ``HALVES`` or ``READS``.
     """

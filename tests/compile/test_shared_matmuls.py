@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from overlap_inductor.facts.machine import machine_for
+from overlap_inductor.passes import shared_matmuls
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites import sizes as site_sizes
 from tests.compile.fused_graphs import BF16
@@ -36,6 +39,11 @@ def head(columns: int, heads: int = 1) -> HandGraph:
         made.gather_on(made.mm(x, operand(made, HIDDEN, columns // made.world_size, f"w{i}")), 1) for i in range(heads)
     ]
     return made.output(*found)
+
+
+@dataclass(frozen=True)
+class _Matmul:
+    name: str
 
 
 def overlapped(report: OverlapReport) -> list[str]:
@@ -98,6 +106,30 @@ def test_a_gather_and_a_reduce_scatter_around_one_matmul() -> None:
             x = made.gather(made.input(TOKENS // 4, HIDDEN, name="x", dtype=BF16))
             report = made.output(made.scatter(made.mm(x, operand(made, HIDDEN, columns)))).run(schedule="auto")
         assert overlapped(report) == [winner]
+
+
+def decided(name: str, saved: float, matmuls: str) -> Any:
+    """A site that holds one matmul for each letter of ``matmuls``, and is estimated to save ``saved`` microseconds."""
+    moving = SimpleNamespace(schedule="ring", estimate_us={"keep": 100.0, "ring": 100.0 - saved})
+    nodes = [SimpleNamespace(node=_Matmul(letter)) for letter in matmuls]
+    decision = SimpleNamespace(status="overlapped", moving=moving)
+    return SimpleNamespace(facts=SimpleNamespace(id=name), decision=decision, matmuls=nodes)
+
+
+@pytest.mark.parametrize(
+    ("sites", "lost"),
+    [
+        # The first site shares no matmul with the one that is kept, so it is not lost to it.
+        ([("a", -3.0, "m"), ("c", 10.0, "n"), ("b", 5.0, "mn")], {"b"}),
+        # No site saves anything, as with a forced schedule. Then the sites are decided in graph order.
+        ([("a", -3.0, "m"), ("b", -1.0, "m")], set()),
+        # The later site must save clearly more.
+        ([("a", 10.0, "m"), ("b", 12.0, "m")], {"b"}),
+        ([("a", 10.0, "m"), ("b", 13.0, "m")], {"a"}),
+    ],
+)
+def test_sites_that_leave_a_matmul(sites: list[tuple[str, float, str]], lost: set[str]) -> None:
+    assert shared_matmuls.losers([[decided(*site) for site in sites]]).keys() == lost
 
 
 def test_one_text_on_all_ranks() -> None:

@@ -21,6 +21,8 @@ from overlap_inductor.lowerings.chunked import output_sizes
 from overlap_inductor.lowerings.chunked.output_launch import PATTERN
 from overlap_inductor.lowerings.chunked.output_launch import matmul_all_gather
 from overlap_inductor.lowerings.chunked.parameters import ChunkedParameters
+from overlap_inductor.lowerings.chunked.parameters import fitted_bands
+from overlap_inductor.lowerings.chunked.parameters import fitted_output
 from overlap_inductor.lowerings.chunked.parameters import needed
 from overlap_inductor.lowerings.one_op.vendor_matmul import VendorMatmul
 from overlap_inductor.runtime.arena import CREDITS
@@ -198,14 +200,22 @@ def test_unsupported_operands_are_refused() -> None:
         matmul_all_gather(torch.zeros(8, K).half(), VendorMatmul(b), launch, READING)
 
 
+def test_ranks_on_different_gpus_choose_the_same_bands() -> None:
+    """A band's flag says which rows have arrived, so ranks with fewer SMs must not cut in another way."""
+    few, many = ChunkedParameters(78, bands=0), ChunkedParameters(132, bands=0)
+    for rows in (1000, 4096, 8192):
+        assert fitted_output(4, rows, 8000, 2, few)[1] == fitted_output(4, rows, 8000, 2, many)[1]
+        assert fitted_bands(4, rows, 8192, 4096, few).bands == fitted_bands(4, rows, 8192, 4096, many).bands
+
+
 def test_bands_are_chosen_by_their_estimate() -> None:
     """The last band is not larger than the others. Few rows are one band, because a band has a fixed cost."""
     for rows in (1, 100, 128, 1000, 4096, 8192, 16000):
         for peers in (1, 3, 7):
-            bands = output_sizes.band_rows(rows, 32000 // (peers + 1), peers, 2, 132, 128)
+            bands = output_sizes.band_rows(rows, 32000 // (peers + 1), peers, 2, 128)
             assert sum(bands) == rows and min(bands) > 0 and len(bands) <= output_sizes.MOST_BANDS
             assert all(size % 128 == 0 for size in bands[:-1]) and max(bands) == bands[0]
-            alone = output_sizes.seconds((rows,), 32000 // (peers + 1), peers, 2, 132)
-            assert output_sizes.seconds(bands, 32000 // (peers + 1), peers, 2, 132) <= alone
-    assert output_sizes.band_rows(128, 8000, 3, 2, 132, 128) == (128,)
-    assert len(output_sizes.band_rows(8192, 8000, 3, 2, 132, 128)) > 3
+            alone = output_sizes.seconds((rows,), 32000 // (peers + 1), peers, 2)
+            assert output_sizes.seconds(bands, 32000 // (peers + 1), peers, 2) <= alone
+    assert output_sizes.band_rows(128, 8000, 3, 2, 128) == (128,)
+    assert len(output_sizes.band_rows(8192, 8000, 3, 2, 128)) > 3

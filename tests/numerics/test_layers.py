@@ -80,10 +80,13 @@ def test_variants_are_compared_and_timed(phase: str, only: list[str], tmp_path: 
     assert all(row["median_ms"] >= row["fastest_ms"] > 0 for row in rows)
     assert len(tables.layers(rows).splitlines()) == 2 + len(rows)
     traced = [json.loads(line) for line in (tmp_path / f"{phase}_2_ranks_rank_1.jsonl").read_text().splitlines()]
-    # A message may be there already when the rank waits for it, so the time of a wait may be rounded to 0.
-    waits = [any("waits" in kinds for kinds in row["sites"].values()) for row in traced if row["variant"] in only]
-    assert bool(waits) == bool(ring) and all(waits)
-    assert traced and all(row["matmul"] > 0 for row in traced)
+    # A message may be there already when the rank waits for it, so the time of a wait may be rounded to 0. ``auto`` may
+    # keep all sites of so small a model. Then it waits for nothing.
+    overlapped = {row["variant"]: any(": ring" in site for site in row["sites"]) for row in rows}
+    assert {row["variant"] for row in traced} == {PLAIN, *only} - {LOCAL}
+    for row in traced:
+        assert any("waits" in kinds for kinds in row["sites"].values()) == overlapped[row["variant"]]
+    assert all(row["matmul"] > 0 for row in traced)
 
 
 # Marked ``thorough``, because ``test_variants_are_compared_and_timed`` checks the errors of the other variants.

@@ -92,8 +92,8 @@ GROUPS: dict[str, dict[str, str]] = {
     "The nodes cannot be moved": {
         "shares_nodes": (
             "A matmul already belongs to another site, because a second gather or a reduction stands beside it. The"
-            " site that is estimated to save more has the matmul. Or the pattern needs two collectives, and one of them"
-            " already belongs to another site."
+            " first site has the matmul, or a later one that is estimated to save over 1.25 times as much. Or the"
+            " pattern needs two collectives, and one of them already belongs to another site."
         ),
         "hoist": (
             "The site's operands must be computed before the site's steps. But a node that would have to be moved for"

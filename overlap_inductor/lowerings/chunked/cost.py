@@ -114,7 +114,8 @@ def _output_seconds(sizes: SiteSizes, machine: Machine) -> float:
     """``seconds`` of matmuls whose result is gathered. They run in bands, and each band is sent under the matmul of the
     next one. If the matmul takes longer than the transfers, the last band's transfer is exposed, else the first band's
     matmul. The peers' rows are read into their places in the result. So the program's ``cat`` after the gather, which
-    puts the slices side by side, is saved, too; this is not counted."""
+    puts the slices side by side, is saved, too; this is not counted. Nor is the copy out of the workspace, which only
+    a forced transport ``sm_push`` needs."""
     bands = max(1, min(output_sizes.MOST_BANDS, sizes.tiles // COST.band_tiles))
     matmul, wire = matmul_seconds(sizes, machine), sizes.bytes_sent / machine.link_bytes
     exposed = max(COST.exposed[0], 1 / bands) * min(matmul, wire)

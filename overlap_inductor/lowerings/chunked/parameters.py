@@ -178,7 +178,8 @@ def fitted(
 
 def fitted_bands(world_size: int, rows: int, columns: int, row_bytes: int, p: ChunkedParameters) -> ChunkedParameters:
     """``fitted`` for an all-to-all before matmuls that contract the exchanged dim. If ``p.bands`` is 0, this
-    function chooses 1 to ``MOST_BANDS`` bands: the most for which a band has, on average, a tile for each SM.
+    function chooses 1 to ``MOST_BANDS`` bands: the most for which a band has, on average, a tile for each SM of an
+    H200.
 
     Args:
         rows: rows of a slice. The operand and the result have the same number of rows.
@@ -186,7 +187,8 @@ def fitted_bands(world_size: int, rows: int, columns: int, row_bytes: int, p: Ch
         row_bytes: bytes of a slice's row.
     """
     tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
-    bands = p.bands or max(1, min(MOST_BANDS, tiles // p.sms))
+    # All ranks must choose the same bands, so the SMs of the rank's own device do not count.
+    bands = p.bands or max(1, min(MOST_BANDS, tiles // output_sizes.SMS))
     transport = _fastest(rows * row_bytes, bands) if p.transport == "auto" else p.transport
     return replace(p, bands=bands, transport=transport, turns_from=TURNS_FROM if p.turns_from is None else p.turns_from)
 
@@ -204,7 +206,7 @@ def fitted_output(
     if p.bands:
         sizes = tuple(size for _, size in bands_of(rows, p))
     else:
-        sizes = output_sizes.band_rows(rows, columns, world_size - 1, itemsize, p.sms, p.grain)
+        sizes = output_sizes.band_rows(rows, columns, world_size - 1, itemsize, p.grain)
     automatic_transport = names_of(PeerReads)[0] if p.reads else _fastest(rows * columns * itemsize, len(sizes))
     transport = automatic_transport if p.transport == "auto" else p.transport
     turns_from = TURNS_FROM if p.turns_from is None else p.turns_from
