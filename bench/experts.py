@@ -66,7 +66,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=[8192, 16384, 32768],
         help="tokens of the layer; in form dispatched, the ranks divide the tokens",
     )
-    parser.add_argument("--schedules", nargs="*", default=["ring", "auto"], choices=["ring", "auto"])
+    parser.add_argument("--schedules", nargs="*", default=["chunked", "auto"], choices=["ring", "chunked", "auto"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--case-seconds", type=float, default=3.0)
     parser.add_argument(

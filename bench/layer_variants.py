@@ -19,7 +19,7 @@ from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites import collectives
 from overlap_inductor.switch.backend import overlap_inductor as overlap_backend
 
-PLAIN, LOCAL = "plain", "no collectives"
+PLAIN, AGAIN, LOCAL = "plain", "plain again", "no collectives"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Variant:
 
 
 def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[Variant]:
-    """All variants, ``plain`` first.
+    """All variants, ``plain`` first. ``plain again`` is a second compile of the plain graph: its speed-up shows what
+    chance alone does to a speed-up.
 
     Args:
         schedule: the schedule of the variants with overlap whose names do not begin with ``auto``.
@@ -54,7 +55,7 @@ def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[V
             ]
         else:
             found.append(Variant(name, told))
-    return [*found, Variant(LOCAL, right=False)]
+    return [*found, Variant(AGAIN), Variant(LOCAL, right=False)]
 
 
 def compiled(variant: Variant, model: Any, cuda_graphs: bool, dynamic: bool) -> Any:
@@ -64,6 +65,9 @@ def compiled(variant: Variant, model: Any, cuda_graphs: bool, dynamic: bool) -> 
     if variant.switches is not None:
         options |= {"mode": "on", "notice": "off", **variant.switches}
         return torch.compile(model, dynamic=dynamic, backend=overlap_backend, options=options)
+    if variant.name == AGAIN:
+        # Without another option, Dynamo would take the code that it has compiled for ``plain``.
+        options["debug"] = torch._inductor.config.debug
     if variant.name == LOCAL:
         options["post_grad_custom_pre_pass"] = _without_collectives
     return torch.compile(model, dynamic=dynamic, options=options or None)

@@ -93,7 +93,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="value of the switch 'machine' for auto; default on a CPU: the rates of the link and the matmuls",
     )
     parser.add_argument("--set", nargs="+", default=[], metavar="SWITCH=VALUE", help="other switches of overlap")
-    parser.add_argument("--variants", nargs="+", default=[], help="variants to run besides plain; default: all")
+    parser.add_argument(
+        "--variants", nargs="+", default=[], help="variants to run besides plain; default: all but 'plain again'"
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long each program may be timed")
     parser.add_argument("--timeout", type=float, default=1800.0)

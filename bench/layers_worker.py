@@ -27,6 +27,7 @@ from bench.layer_programs import Outputs
 from bench.layer_programs import Program
 from bench.layer_programs import Sizes
 from bench.layer_programs import saved
+from bench.layer_variants import AGAIN
 from bench.layer_variants import LOCAL
 from bench.layer_variants import PLAIN
 from bench.layer_variants import Variant
@@ -151,7 +152,7 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
     chosen = [
         v
         for v in variants(settings.schedule, settings.machine, settings.switches)
-        if not settings.only or v.name in (PLAIN, *settings.only)
+        if v.name in (PLAIN, *settings.only) or not settings.only and v.name != AGAIN
     ]
     first = None
     if settings.dynamic:

@@ -64,6 +64,16 @@ def announce(calls, announced, stop):
     tl.store(announced, tl.load(calls) + tl.where(may_store(stop), 1, NOBODY))
 
 
+@triton.jit
+def set_abort_words(stop):
+    """After an abort, set the abort words that a kernel sets when it gives up (``signals``)."""
+    addresses = stop.to(tl.pointer_type(tl.int64), bitcast=True)
+    table = tl.load(addresses + 3).to(tl.pointer_type(tl.int64))
+    # Without an abort the loop has no iterations. It contains no barrier, so it may run in only some of the threads.
+    for number in range(tl.where(look(stop) == 0, 0, tl.load(stop + 1))):
+        tl.store(tl.load(table + number).to(tl.pointer_type(tl.int32)), 1)
+
+
 @triton.jit(do_not_specialize=["rank", "site"])
 def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD: tl.constexpr):
     """Wait until every peer has finished the calls before this one, then ``announce``. Grid: one block.
@@ -80,11 +90,7 @@ def wait_for_credits(flags, calls, announced, stop, patience, site, rank, WORLD:
         peer = _peer(rank, step, WORLD)
         wait_at_least(credit_flag(flags, peer), call, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
     announce(calls, announced, stop)
-    addresses = stop.to(tl.pointer_type(tl.int64), bitcast=True)
-    table = tl.load(addresses + 3).to(tl.pointer_type(tl.int64))
-    # Without an abort the loop has no iterations. It contains no barrier, so it may run in only some of the threads.
-    for number in range(tl.where(look(stop) == 0, 0, tl.load(stop + 1))):
-        tl.store(tl.load(table + number).to(tl.pointer_type(tl.int32)), 1)
+    set_abort_words(stop)
 
 
 @triton.jit

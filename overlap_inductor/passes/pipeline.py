@@ -105,14 +105,17 @@ class HostGuard:
 
 
 class Permutations:
-    """Runs ``sites.permutations``: notes which index tensors hold each index once."""
+    """Runs ``sites.permutations`` and ``sites.sorted_parts``: notes which index tensors hold each index once, and which
+    rows arrive sorted."""
 
     name, version = "permutations", ""
 
     def run(self, graph: fx.Graph, context: GraphContext) -> None:
         from overlap_inductor.sites import permutations
+        from overlap_inductor.sites import sorted_parts
 
         permutations.note(graph)
+        sorted_parts.note(graph)
 
 
 PIPELINE: list[tuple[str, GraphPass]] = [

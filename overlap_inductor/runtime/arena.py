@@ -9,7 +9,8 @@ A rank must not write into a slot that a peer still reads. Three protocols ensur
 credit when its call ends (``kernels.signals.credit_flag``), and reads only its own memory. ``READS``: likewise, but
 ranks write rows only to their own memory, and read their peers'. So a rank waits for the credits of all peers before
 it writes.
-``HALVES``: calls use the two halves of the slot in turn (``kernels.small_message``).
+``HALVES``: calls use the two halves of the slot in turn (``kernels.small_message``). ``MESSAGES``: each pair of ranks
+counts its messages, and the sender waits until the receiver has taken the previous one (``kernels.messages``).
 
 ``prepare`` allocates a graph's slots at the graph's first run, during which no CUDA graph may be captured. A site with
 dynamic sizes requests memory for a planned maximum. A call above the maximum runs without overlap. Slots are never
@@ -36,7 +37,7 @@ TILE_BYTES = 2048
 """Bytes of the smallest tile: 128 rows of 8 elements of two bytes."""
 SLOTS = 2
 """The largest number of slots that a graph's sites of one protocol take in turn."""
-CREDITS, HALVES, READS = "credits", "halves", "reads"
+CREDITS, HALVES, READS, MESSAGES = "credits", "halves", "reads", "messages"
 """Protocols that keep the calls of a slot apart."""
 Need = tuple[int, int] | tuple[int, int, str]
 """``(bytes, signals)`` of a call's slot. A protocol other than ``CREDITS`` follows."""
@@ -60,7 +61,7 @@ class Request:
     Attributes:
         nbytes: number of bytes that peers write or read.
         signals: number of signals that each peer sends in a call.
-        protocol: ``CREDITS``, ``HALVES`` or ``READS``.
+        protocol: ``CREDITS``, ``HALVES``, ``READS`` or ``MESSAGES``.
     """
 
     site: str
@@ -80,7 +81,8 @@ class Slot:
             allocation, because the ranks would have to agree on every further allocation.
         calls: int32 ``[1]`` on the device, number of this rank's calls that have used the slot.
         queues: int32 on the device: words in which the blocks of a kernel count work. First come ``QUEUE_WORDS`` words,
-            then one word per rank and signal. All but word ``layout.ANNOUNCED`` are zero between calls.
+            then one word per rank and signal. Between calls, all but word ``layout.ANNOUNCED`` are zero. With
+            ``MESSAGES``, the words per rank and signal count messages.
         tiles: int32 on the device: words with which blocks signal finished tiles to each other, one for each
             ``TILE_BYTES`` of ``nbytes``. All are zero between calls.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The streams, beside the current one, on which a schedule's transfers and waits run. A device needs only one
-stream for transfers and one for waits, because the calls on a device run one after the other
+stream for transfers, one for what is received, and one for waits, because the calls on a device run one after the other
 (``runtime.call_order``)."""
 
 from __future__ import annotations
@@ -108,15 +108,21 @@ def side_stream(device: torch.device) -> SideStream | InOrder:
 
 
 @functools.cache
+def receiving_stream(device: torch.device) -> SideStream | InOrder:
+    """The device's stream for waits and copies of what peers sent, made at first use."""
+    return SideStream(device) if device.type == "cuda" else InOrder()
+
+
+@functools.cache
 def waiting_stream(device: torch.device) -> WaitingStream | WaitingInOrder:
     """The device's stream for waits, made at first use."""
     return WaitingStream(device) if device.type == "cuda" else WaitingInOrder()
 
 
 @contextlib.contextmanager
-def one_call(launch: Launch, side: SideStream | InOrder) -> Iterator[None]:
-    """Encloses the launches of one call, and joins the side stream after them. If a launch fails, the group is aborted,
-    because peers wait for rows that were not sent. In a capture, nothing is aborted."""
+def one_call(launch: Launch, *sides: SideStream | InOrder) -> Iterator[None]:
+    """Encloses the launches of one call, and joins the side streams after them. If a launch fails, the group is
+    aborted, because peers wait for rows that were not sent. In a capture, nothing is aborted."""
     try:
         yield
     except BaseException:
@@ -124,4 +130,5 @@ def one_call(launch: Launch, side: SideStream | InOrder) -> Iterator[None]:
             launch.faults.abort()
         raise
     finally:
-        side.join()
+        for side in sides:
+            side.join()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import sorted_parts
 from overlap_inductor.sites.all_to_all import Splits
 from overlap_inductor.sites.grouped import KIND
 from overlap_inductor.sites.grouped import GroupedNode
@@ -53,6 +54,11 @@ class DispatchedNodes(SiteNodes):
     def index(self) -> fx.Node:
         """For each row in the order of the experts, its place among the rows that arrived."""
         return self.put.args[1][0]
+
+    @property
+    def arrive_sorted(self) -> bool:
+        """Whether each rank's rows are known to arrive in the order of the experts."""
+        return sorted_parts.are_sorted(self.index, self.splits.received)
 
     @property
     def ends(self) -> fx.Node:

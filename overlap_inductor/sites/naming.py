@@ -14,10 +14,14 @@ _ROOT = r"^(L\['self'\]|L\['args'\]\[0\]|L__self__|self)\.?"
 _WRAPPERS = re.compile(_ROOT + r"|\._orig_mod|_orig_mod\.?|_checkpoint_wrapped_module\.?")
 
 
+_ADDRESS = re.compile(r"_?(0x[0-9a-f]+|\d{8,})")
+"""The address of an object in a name. Dynamo writes it into names of some globals. It differs between processes."""
+
+
 def _clean(path: str) -> str:
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path) if not path.startswith("L[") else path
-    path = _WRAPPERS.sub("", path)
+    path = _ADDRESS.sub("", _WRAPPERS.sub("", path))
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
     return path.strip(".")
 

@@ -41,23 +41,29 @@ def note(graph: fx.Graph) -> None:
 
 def is_permutation(node: fx.Node) -> bool:
     """Whether the vector ``node`` is known to hold each of ``0, 1, ... len - 1`` once."""
-    if node.meta.get(PERMUTATION):
-        return True
+    return bool(node.meta.get(PERMUTATION)) or runs_of(node) is not None
+
+
+def runs_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """``(f(v), v)`` if the vector ``node`` is a permutation of the module's form, else ``None``."""
     if len(tools.shape(node)) != 1 or node.target is not aten.sub.Tensor or node.kwargs:
-        return False
+        return None
     total, starts = node.args
     if getattr(total, "target", None) is not aten.add.Tensor or total.kwargs:
-        return False
+        return None
     terms = list(total.args)
     counted = next((t for t in terms if _counts(t, tools.shape(node)[0])), None)
     if counted is None or len(terms) != 2:
-        return False
+        return None
     terms.remove(counted)
     sources, results = _at_segments(terms[0]), _at_segments(starts)
     if sources is None or results is None or sources[1] is not results[1]:
-        return False
+        return None
     lengths = sources[1]
-    return _starts_of(results[0]) is lengths and _moved_alike(sources[0], lengths)
+    if _starts_of(results[0]) is not lengths:
+        return None
+    original = _moved_alike(sources[0], lengths)
+    return None if original is None else (lengths, original)
 
 
 def _counts(node: object, rows: object) -> bool:
@@ -90,15 +96,16 @@ def _starts_of(node: fx.Node) -> fx.Node | None:
     return lengths if exact and not summed.kwargs and len(tools.shape(lengths)) == 1 else None
 
 
-def _moved_alike(starts: fx.Node, lengths: fx.Node) -> bool:
-    """Whether the same views and permutations made ``starts`` and ``lengths`` from the starts and lengths of runs."""
+def _moved_alike(starts: fx.Node, lengths: fx.Node) -> fx.Node | None:
+    """The lengths of runs from which views and permutations made ``lengths``, if the same ones made ``starts`` from the
+    starts of these runs; else ``None``."""
     while _starts_of(starts) is not lengths:
         moves = all(
             tools.is_reshape(n) or tools.permutation(n) is not None or n.target in tools.SAME for n in (starts, lengths)
         )
         if not moves or not tools.same_shape(starts, lengths):
-            return False
+            return None
         if tools.permutation(starts) != tools.permutation(lengths):
-            return False
+            return None
         starts, lengths = starts.args[0], lengths.args[0]
-    return True
+    return lengths

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 GETITEM = "getitem"
+_Argument = Callable[[Sequence[Any], Sequence[torch.Tensor], torch.Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,19 @@ class RowProgram:
     def run(self, rows: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], ends: torch.Tensor) -> list[Any]:
         """Compute all values for some rows, and return them by number. The rows must be sorted by expert."""
         values = list(rows)
-        given = {"row": values, "whole": whole, "ends": [ends]}
-        for name, arguments, keywords in self.ops:
-            args, kwargs = _decoded(arguments, given), _decoded(keywords, given)
-            values.append(_operator(name)(*args, **kwargs))
+        for op, arguments, keywords in self._calls:
+            given = [argument(values, whole, ends) for argument in arguments]
+            values.append(op(*given, **{name: value(values, whole, ends) for name, value in keywords}))
         return values
+
+    @functools.cached_property
+    def _calls(self) -> list[tuple[Any, list[_Argument], list[tuple[str, _Argument]]]]:
+        """Each op with functions that return its arguments. They are made once, because ``run`` must take little host
+        time."""
+        return [
+            (_operator(name), [_argument(a) for a in arguments], [(k, _argument(v)) for k, v in keywords.items()])
+            for name, arguments, keywords in self.ops
+        ]
 
 
 @functools.cache
@@ -98,15 +108,21 @@ def _operator(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), called), overload)
 
 
-def _decoded(value: Any, given: dict[str, Any]) -> Any:
-    if isinstance(value, list):
-        return [_decoded(v, given) for v in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        (kind, number), *_ = value.items()
+def _argument(value: Any) -> _Argument:
+    """A function that returns the argument ``value`` of an op, from the values, the whole tensors and the ends."""
+    if isinstance(value, list | tuple):
+        parts = [_argument(v) for v in value]
+        return lambda *given: [part(*given) for part in parts]
+    if isinstance(value, dict):
+        if len(value) != 1:
+            raise ValueError(f"an experts' op has the argument {value}; expected a tensor's number or a dtype")
+        ((kind, number),) = value.items()
+        if kind == "row":
+            return lambda values, whole, ends: values[number]
+        if kind == "whole":
+            return lambda values, whole, ends: whole[number]
+        if kind == "ends":
+            return lambda values, whole, ends: ends
         if kind == "dtype":
-            return getattr(torch, number)
-        if kind in given:
-            return given[kind][number]
-    return {key: _decoded(v, given) for key, v in value.items()}
+            value = getattr(torch, number)
+    return lambda values, whole, ends: value

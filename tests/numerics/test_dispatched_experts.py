@@ -4,8 +4,6 @@ backward, with several loads of the experts."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,46 +11,16 @@ from bench.support.experts import DispatchedExperts
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.report.publish import all_reports
 from overlap_inductor.report.report import OverlapReport
+from tests.support.dispatched_experts import TOLERANCE
 from tests.support.dispatched_experts import LoopedExperts
-from tests.support.dispatched_experts import inputs
+from tests.support.dispatched_experts import errors_of
 from tests.support.expert_layers import LOADS
 from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.graph_text import waste
 from tests.support.interpreted import interpreted
 
-TOLERANCE = 8e-2
-"""The experts compute in bf16, the only dtype in which ``torch.compile`` traces ``_grouped_mm``. A wrong row is off by
-about 1."""
 PATTERN = "all_to_all_experts"
-
-
-def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact).abs().max() / exact.abs().max().clamp(min=1))
-
-
-def _errors(layer: DispatchedExperts, compiled: Any, rank: int, ranks: int, *given: Any) -> dict[str, float]:
-    """The largest error of the output and of each gradient on this rank. An error is relative to the exact tensor's
-    largest value, or to 1 if this value is smaller."""
-    tokens, loads, dtype = given
-    x, ids, scores = inputs(tokens + rank, loads, rank, dtype)
-    layer.zero_grad()
-    out = compiled(x.requires_grad_(), ids, scores.requires_grad_())
-    out.float().sin().sum().backward()
-    weights = [w.double().requires_grad_() for w in layer.all_weights]
-    # A routed expert's gradient is the sum over the tokens of all ranks. The shared expert's gradient is the sum over
-    # this rank's tokens.
-    for other in sorted(range(ranks), key=lambda r: r == rank):
-        other_x, other_ids, other_scores = inputs(tokens + other, loads, other, dtype)
-        other_x, other_scores = other_x.double().requires_grad_(), other_scores.double().requires_grad_()
-        for w in weights[3:]:
-            w.grad = None
-        exact = layer.whole(other_x, other_ids, other_scores, weights)
-        exact.sin().sum().backward()
-    pairs = {"output": (out, exact), "x": (x.grad, other_x.grad), "scores": (scores.grad, other_scores.grad)}
-    own = [w.grad[layer.own] for w in weights[:3]] + [w.grad for w in weights[3:]]
-    pairs |= {n: (p.grad, g) for (n, p), g in zip(layer.named_parameters(), own)}
-    return {name: _off(found.detach(), wanted.detach()) for name, (found, wanted) in pairs.items()}
 
 
 def _every_load(
@@ -66,7 +34,7 @@ def _every_load(
     compiled = torch.compile(layer, backend=interpreted(config, reports, compared=True), fullgraph=True)
     errors = {}
     for loads in LOADS:
-        found = _errors(layer, compiled, rank, world_size, tokens, loads, dtype)
+        found = errors_of(layer, compiled, rank, world_size, tokens, loads, dtype)
         errors.update({f"{loads}: {name}": off for name, off in found.items() if not off < TOLERANCE})
     sites = [s.facts.pattern for r in reports for s in r.sites if s.decision.status == "overlapped"]
     return sites, errors, [text for r in reports for text in (*waste(r), *r.notices)]
@@ -100,7 +68,7 @@ def _generated(rank: int, world_size: int) -> tuple[list[list[str]], dict[str, f
     compiled = torch.compile(layer, backend="overlap_inductor", options=options, fullgraph=True)
     errors = {}
     for loads in ("random", "all tokens on one expert"):
-        found = _errors(layer, compiled, rank, world_size, 16, loads, torch.bfloat16)
+        found = errors_of(layer, compiled, rank, world_size, 16, loads, torch.bfloat16)
         errors.update({f"{loads}: {name}": off for name, off in found.items() if not off < TOLERANCE})
     reports = all_reports()
     sites = [[s.facts.pattern for s in r.sites if s.decision.status == "overlapped"] for r in reports]
@@ -123,7 +91,7 @@ def _looped(rank: int, world_size: int, tokens: int) -> tuple[dict[str, float], 
     compiled = torch.compile(layer, backend="overlap_inductor", options=options)
     errors = {}
     for loads in LOADS:
-        found = _errors(layer, compiled, rank, world_size, tokens, loads, torch.float32)
+        found = errors_of(layer, compiled, rank, world_size, tokens, loads, torch.float32)
         errors.update({f"{loads}: {name}": off for name, off in found.items() if not off < 1e-5})
     reports = all_reports()
     reasons = {m.reason.code for r in reports for m in r.near_misses}

@@ -12,6 +12,7 @@ from torch import fx
 
 from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import PlanPiece
+from overlap_inductor.facts.decision import Reason
 from overlap_inductor.lowerings.fused import table_cost
 from overlap_inductor.lowerings.fused import table_parameters
 from overlap_inductor.lowerings.fused import table_sites
@@ -62,7 +63,9 @@ class TableSchedule(OneOpSchedule):
             return super().seconds(site, config)
         return table_cost.seconds(sizes_at(site), machine_of(site, config))
 
-    def where_it_pays(self, site: OverlapSite, config: OverlapConfig, fewest: int = 0) -> list[PlanPiece] | None:
+    def where_it_pays(
+        self, site: OverlapSite, config: OverlapConfig, fewest: int = 0
+    ) -> list[PlanPiece] | Reason | None:
         if not _is_table(site):
             return super().where_it_pays(site, config, fewest)
         return self.forced(site, config) if table_cost.pays(sizes_at(site), machine_of(site, config)) else None

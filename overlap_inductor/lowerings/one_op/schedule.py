@@ -37,6 +37,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts import cost_model
 from overlap_inductor.facts.cost_model import SiteSizes
 from overlap_inductor.facts.decision import PlanPiece
+from overlap_inductor.facts.decision import Reason
 from overlap_inductor.facts.machine import Machine
 from overlap_inductor.lowerings.one_op import scaled as scaled_site
 from overlap_inductor.lowerings.one_op.form import chooses_at_run_time
@@ -269,7 +270,9 @@ class OneOpSchedule:
         behind = cost_model.matmul_seconds(sizes_at(site), machine) - cost_model.matmul_seconds(own, machine)
         return self.cost(own, machine) + behind
 
-    def where_it_pays(self, site: OverlapSite, config: OverlapConfig, fewest: int = 0) -> list[PlanPiece] | None:
+    def where_it_pays(
+        self, site: OverlapSite, config: OverlapConfig, fewest: int = 0
+    ) -> list[PlanPiece] | Reason | None:
         machine, own = machine_of(site, config), served(site)
         if isinstance(own.nodes.tokens, int):
             # Only calls whose tensors have the addresses of an earlier call are replayed. With a dynamic token count,

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 import torch
 
 from overlap_inductor.lowerings.library import define
-from overlap_inductor.lowerings.ring.looped_uneven_ops import check_parts
 from overlap_inductor.lowerings.ring.looped_uneven_ops import in_elements
+from overlap_inductor.lowerings.uneven_parts import check_parts
 from overlap_inductor.sites.row_program import RowProgram
 from overlap_inductor.sites.row_program import from_text
 from overlap_inductor.torch_compat.distributed import resolve_group

@@ -22,21 +22,12 @@ from overlap_inductor.lowerings.ring.looped_gather_ops import multiply_arrivals
 from overlap_inductor.lowerings.ring.looped_reduce_ops import send_as_made
 from overlap_inductor.lowerings.ring.looped_reduce_ops import sum_of_products
 from overlap_inductor.lowerings.ring.looped_reduce_ops import wait_for_all
+from overlap_inductor.lowerings.uneven_parts import check_parts
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.transports import exchange as exchanges
 from overlap_inductor.transports import routes
 
 Tensors = list[torch.Tensor]
-
-
-def check_parts(rows: int, sent: Sequence[int], received: Sequence[int], rank: int, site: str) -> None:
-    """Raises ``ValueError`` if ``sent`` and ``received`` do not describe an all-to-all of ``rows`` rows."""
-    if sum(sent) != rows or sent[rank] != received[rank] or min(*sent, *received) < 0:
-        raise ValueError(
-            f"site {site}: rank {rank} of the group has {rows} rows, sends {list(sent)} and receives {list(received)}."
-            " Expected: no negative number, sent numbers that add up to the rank's rows, and in both lists the same"
-            f" number at index {rank}"
-        )
 
 
 def in_elements(places: Sequence[Sequence[int]], width: int) -> list[list[int]]:

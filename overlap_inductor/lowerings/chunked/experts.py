@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans pattern ``all_to_all_experts`` for schedule ``chunked``, and writes a site of it as one op (``experts_ops``)::
+
+    x = wait_tensor(all_to_all(rows))[index]           ->  y, [x, ...], token = chunked_all_to_all_experts(rows, ...)
+    y = wait_tensor(all_to_all(index_put(experts(x))))
+
+``[x, ...]`` are those values between the exchanges that other nodes read too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap_inductor.config import OverlapConfig
+from overlap_inductor.facts.decision import PlanPiece
+from overlap_inductor.facts.decision import Reason
+from overlap_inductor.lowerings.chunked import experts_cost
+from overlap_inductor.lowerings.chunked.gated_program import gated
+from overlap_inductor.lowerings.one_op.schedule import OneOpSchedule
+from overlap_inductor.lowerings.rows import overlap
+from overlap_inductor.lowerings.schedule import ExchangeTerms
+from overlap_inductor.lowerings.schedule import Replaced
+from overlap_inductor.runtime.arena import MESSAGES
+from overlap_inductor.runtime.arena import Request
+from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.dispatched_nodes import DispatchedNodes
+from overlap_inductor.sites.nodes import OverlapSite
+from overlap_inductor.sites.nodes import nodes_of
+from overlap_inductor.sites.sizes import has_example
+from overlap_inductor.sites.sizes import hint
+from overlap_inductor.sites.sizes import machine_of
+from overlap_inductor.sites.sizes import rounded
+from overlap_inductor.sites.sizes import sizes_at
+from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.transports.messages import TRANSPORT
+from overlap_inductor.transports.messages import needed
+
+PATTERN = "all_to_all_experts"
+ROOM = 1.25
+"""A message has room for this many times the rows that a rank gets if all ranks get equally many. A larger part takes
+several messages."""
+WORDS = 16
+"""Rows must be whole words of this many bytes."""
+
+
+def _is_experts(site: OverlapSite) -> bool:
+    return isinstance(site.nodes, DispatchedNodes)
+
+
+class ExpertsSchedule(OneOpSchedule):
+    """See ``SiteSchedule``. Writes experts and their two exchanges as one op, and other sites as ``OneOpSchedule``
+    does."""
+
+    def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
+        if not _is_experts(site):
+            return super().why_not(site, config)
+        if config.transport not in ("auto", TRANSPORT):
+            return (
+                f"OVERLAP_INDUCTOR_TRANSPORT={config.transport}, but schedule {self.name} can only use {TRANSPORT} for"
+                f" {PATTERN}"
+            )
+        nodes = nodes_of(site, DispatchedNodes)
+        source = tools.value(nodes.dispatch.input)
+        if (reason := self.why_not_between(site.facts.collective.ranks, source.device)) is not None:
+            return reason
+        try:
+            program = nodes.operands().program
+        except ValueError as error:
+            return str(error)
+        rows = {nodes.dispatch.input: source.shape[1] * source.element_size(), nodes.put: _result_bytes(nodes)}
+        for node, nbytes in rows.items():
+            if nbytes % WORDS:
+                return f"a row of {node.name} has {nbytes} bytes; expected a multiple of {WORDS}"
+        unlike = next((h for h in program.handed_out if not getattr(torch, h.dtype).is_floating_point), None)
+        return None if unlike is None else f"the experts also return a value of {unlike.dtype}; expected a float"
+
+    def forced(self, site: OverlapSite, config: OverlapConfig) -> list[PlanPiece]:
+        return [PlanPiece(self.name, TRANSPORT)] if _is_experts(site) else super().forced(site, config)
+
+    def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
+        if not _is_experts(site):
+            return super().seconds(site, config)
+        return experts_cost.seconds(sizes_at(site), machine_of(site, config))
+
+    def where_it_pays(
+        self, site: OverlapSite, config: OverlapConfig, fewest: int = 0
+    ) -> list[PlanPiece] | Reason | None:
+        if not _is_experts(site):
+            return super().where_it_pays(site, config, fewest)
+        if not has_example(site):
+            return Reason(
+                "dynamic_shape",
+                "the sizes are only known when the graph runs, so nothing says how long matmul and transfer take; set"
+                " OVERLAP_INDUCTOR_SCHEDULE=chunked to overlap the site",
+            )
+        return self.forced(site, config) if experts_cost.pays(sizes_at(site), machine_of(site, config)) else None
+
+    def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
+        if not _is_experts(site):
+            return super().request(site, piece)
+        nodes, world_size = nodes_of(site, DispatchedNodes), site.facts.collective.world_size
+        source = tools.value(nodes.dispatch.input)
+        # Ranks may send different numbers of rows. Rounded numbers are usually equal.
+        rows = -(-int(rounded(hint(nodes.tokens)) * ROOM) // world_size)
+        nbytes = max(rows, 1) * max(source.shape[1] * source.element_size(), _result_bytes(nodes))
+        return Request(site.facts.id, *needed(world_size, nbytes), MESSAGES)
+
+    def exchange(self, site: OverlapSite, piece: PlanPiece) -> ExchangeTerms:
+        return ExchangeTerms(piece.parameters, None, False) if _is_experts(site) else super().exchange(site, piece)
+
+    def rewrite(self, emit: StepEmitter, site: OverlapSite, parameters: Mapping[str, Any]) -> tuple[fx.Node, Replaced]:
+        if not _is_experts(site):
+            return super().rewrite(emit, site, parameters)
+        nodes = nodes_of(site, DispatchedNodes)
+        operands, splits, handed_out = nodes.operands(), nodes.splits, nodes.handed_out()
+        out = emit.communicate(
+            overlap.chunked_all_to_all_experts.default,
+            emit.chain,
+            nodes.dispatch.input,
+            nodes.index,
+            nodes.ends,
+            operands.rows,
+            operands.whole,
+            gated(operands.program, 1 + len(operands.rows)).to_text(),
+            splits.sent,
+            splits.received,
+            nodes.arrive_sorted,
+            emit.group_name,
+            emit.site,
+        )
+        returned, shared, chain = (emit.call(getitem, out, i) for i in range(3))
+        replaced = {n: emit.call(getitem, shared, i) for i, n in enumerate(handed_out)}
+        return chain, {nodes.combine.wait: returned, nodes.combine.node: returned, **replaced}
+
+
+def _result_bytes(nodes: DispatchedNodes) -> int:
+    """Bytes of a row that is returned."""
+    result = tools.value(nodes.put)
+    return int(result.shape[1]) * result.element_size()

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``all-to-all -> experts -> all-to-all`` in schedule ``chunked`` (after Comet, arXiv:2502.19811, section 3). Copy
+engines move the rows of both exchanges, so no SM does. Each rank's rows are computed as a piece of their own::
+
+    round 0:        send rows to every rank                                         # side stream
+                    compute the first half of the own rows
+    each round:     for each rank: wait for its rows; compute them; send them back   # back: side stream
+                    for each rank: wait for the rows that it returns; copy them out  # receiving stream
+    last:           compute the second half of the own rows
+
+The first half of the own rows hides the rows that arrive first, and the second half the rows that return last. A round
+moves what fits into the messages' room (``transports.messages``), so there is one round unless a rank gets many more
+rows than the plan expected. A piece's rows are read straight from the workspace. If they do not arrive in the order of
+the experts (``sites.sorted_parts``), they are read in this order (``kernels.row_order``).
+
+The host knows its own numbers of rows only. It reads no more numbers than the program does, and waits for no rank.
+
+Forward progress. A round has three phases in the launch order of every rank: send, compute and return, receive. Every
+wait is for something that a peer does in an earlier phase: rows wait until the peer has taken those of the last round
+(its second phase), pieces wait for the first phase, returned rows wait until those of the last round were taken (third
+phase), and the receiver waits for the second phase. So the earliest unfinished phase of all ranks never waits, even if
+all streams share one hardware queue.
+
+CUDA graphs: the numbers of rows come from the host, so a call cannot be captured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence
+
+import torch
+
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.kernels.messages import spoil_rows
+from overlap_inductor.lowerings.chunked.row_order import RowOrder
+from overlap_inductor.lowerings.chunked.row_order import Rows
+from overlap_inductor.runtime.side_stream import one_call
+from overlap_inductor.runtime.side_stream import receiving_stream
+from overlap_inductor.runtime.side_stream import side_stream
+from overlap_inductor.runtime.workspace import Launch
+from overlap_inductor.sites.row_program import RowProgram
+from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.messages import messages_of
+
+THERE, BACK = 0, 1
+"""Lanes of the messages: rows for the experts, and the experts' results."""
+
+
+class Experts:
+    """The experts of one call: computes pieces of the arrived rows.
+
+    Args:
+        index: for each row in the order of the experts, its place among the arrived rows.
+        ends: for each expert, the end of its rows in this order.
+        rows: tensors with a row for each arrived row, in the order of the experts.
+        whole: tensors that serve all rows, for example weights.
+        arrive_sorted: the rows of a piece arrive in the order of the experts.
+        bounds, returned: see ``RowOrder``.
+
+    Attributes:
+        handed_out: the values that the program returns besides its results, in the order of the experts.
+    """
+
+    def __init__(
+        self,
+        index: torch.Tensor,
+        ends: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        whole: Sequence[torch.Tensor],
+        program: RowProgram,
+        arrive_sorted: bool,
+        bounds: Sequence[int],
+        returned: int,
+        launch: Launch,
+    ) -> None:
+        self.rows, self.whole, self.program, self.arrive_sorted = rows, whole, program, arrive_sorted
+        only_ends = arrive_sorted and not rows and not program.handed_out
+        self.order = RowOrder(index, ends, bounds, returned, only_ends, launch)
+        self.handed_out = [
+            index.new_empty(bounds[-1], *h.sizes, dtype=getattr(torch, h.dtype)) for h in program.handed_out
+        ]
+
+    def compute(self, piece: Rows, arrived: torch.Tensor) -> torch.Tensor:
+        """The results of the rows ``arrived``, which are the arrived rows ``piece``, in the order of the experts. The
+        stream may still read ``arrived``."""
+        order = self.order
+        first = arrived if self.arrive_sorted else arrived[order.places(piece)]
+        others = [r[order.ordered(piece)] for r in self.rows]
+        values = self.program.run([first, *others], self.whole, order.ends(piece))
+        for shared, one in zip(self.handed_out, self.program.handed_out, strict=True):
+            shared.index_copy_(0, order.ordered(piece), values[one.value])
+        result: torch.Tensor = values[self.program.result]
+        return result
+
+    def as_arrived(self, piece: Rows, results: torch.Tensor) -> torch.Tensor:
+        """The results of ``piece`` in the order in which its rows arrived."""
+        return results if self.arrive_sorted else results[self.order.back(piece)]
+
+    def store(self, piece: Rows, results: torch.Tensor, out: torch.Tensor) -> None:
+        """Store the results of ``piece`` in the order in which its rows arrived."""
+        if self.arrive_sorted:
+            out.copy_(results)
+        else:
+            torch.ops.aten.index.Tensor_out(results, [self.order.back(piece)], out=out)
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(counts)]
+
+
+def _parts(start: int, count: int, most: int) -> Iterator[Rows]:
+    """The messages of ``count`` rows from row ``start`` on, each of at most ``most`` rows."""
+    return ((first, min(first + most, start + count)) for first in range(start, start + count, most))
+
+
+def all_to_all_experts(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    ends: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    whole: Sequence[torch.Tensor],
+    program: RowProgram,
+    sent: Sequence[int],
+    received: Sequence[int],
+    arrive_sorted: bool,
+    launch: Launch,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """``(returned rows [sum(sent), program.width], program.handed_out)``.
+
+    Args:
+        x: ``[sum(sent), width]``, rows of whole 16-byte words.
+        index, ends, rows, whole, arrive_sorted: see ``Experts``.
+        sent, received: rows of the first exchange to and from each rank. The second exchange returns them.
+
+    Raises:
+        UnsupportedError: a row is larger than a message, or a CUDA graph is being captured.
+        TransferError: the group was aborted, for example because a rank did not come in time.
+    """
+    launch.faults.check()
+    if symmetric.capturing():
+        raise UnsupportedError(
+            f"the numbers of rows {list(sent)} come from the host, so the exchange cannot be captured into a CUDA graph"
+        )
+    world_size, rank, x = launch.world_size, launch.rank, x.contiguous()
+    messages, dtype = messages_of(launch), getattr(torch, program.dtype)
+    most = messages.room // max(x.shape[1] * x.element_size(), program.width * dtype.itemsize)
+    if not most:
+        raise UnsupportedError(f"the workspace has room for messages of {messages.room} bytes, which hold no row")
+    buffer = x.new_empty(len(x), program.width, dtype=dtype)
+    cuts, places = _starts(sent), _starts(received)
+    peers = [(rank + step) % world_size for step in range(1, world_size)]
+    sources = [(rank - step) % world_size for step in range(1, world_size)]
+    going = {p: list(_parts(cuts[p], sent[p], most)) for p in peers}
+    coming = {s: list(_parts(places[s], received[s], most)) for s in sources}
+    own = places[rank], places[rank + 1]
+    # If no rows come from other ranks, none return, so the own rows stay one piece.
+    half = own[1] - (own[1] - own[0]) // 2 if any(coming.values()) else own[1]
+    halves = [(own[0], half), (half, own[1])]
+    bounds = sorted({0, places[-1], *own, half, *(row for parts in coming.values() for part in parts for row in part)})
+    side, receiving, alive = side_stream(x.device), receiving_stream(x.device), []
+    experts: Experts | None = None
+
+    def compute_own(piece: Rows) -> None:
+        there = cuts[rank] - own[0]
+        mine = slice(piece[0] + there, piece[1] + there)
+        if piece[0] < piece[1]:
+            assert experts is not None
+            experts.store(piece, experts.compute(piece, x[mine]), buffer[mine])
+
+    with one_call(launch, side, receiving):
+        for turn in range(max(1, *map(len, (*going.values(), *coming.values())))):
+            for peer in peers:
+                for part in going[peer][turn : turn + 1]:
+                    with side:
+                        messages.send(THERE, peer, x[slice(*part)])
+            if experts is None:
+                # After the first sends, because these need nothing from here.
+                experts = Experts(index, ends, rows, whole, program, arrive_sorted, bounds, len(x), launch)
+                compute_own(halves[0])
+            for source in sources:
+                for piece in coming[source][turn : turn + 1]:
+                    messages.wait(THERE, source)
+                    arrived = messages.received(THERE, source, piece[1] - piece[0], x.shape[1], x.dtype)
+                    results = experts.as_arrived(piece, experts.compute(piece, arrived))
+                    messages.taken(THERE, source)
+                    alive.append(results)
+                    with side:
+                        messages.send(BACK, source, results)
+            for peer in peers:
+                for part in going[peer][turn : turn + 1]:
+                    with receiving:
+                        messages.wait(BACK, peer)
+                        buffer[slice(*part)].copy_(
+                            messages.received(BACK, peer, part[1] - part[0], program.width, dtype)
+                        )
+                        messages.taken(BACK, peer)
+        assert experts is not None
+        compute_own(halves[1])
+    _spoil(buffer, experts.order.returned, launch)
+    for shared in experts.handed_out:
+        _spoil(shared, experts.order.arrived, launch)
+    return buffer, experts.handed_out
+
+
+def _spoil(result: torch.Tensor, rows: torch.Tensor, launch: Launch) -> None:
+    """Set ``result`` to NaN if the group has been aborted. ``rows``: int64 ``[1]`` on the device."""
+    row_bytes = math.prod(result.shape[1:]) * result.element_size()
+    key = "spoil rows", row_bytes
+    kernel = launch.prepared.get(key)
+    if kernel is None:
+        fixed = {"row_bytes": row_bytes, "stop": launch.faults.stop, "BLOCK": 1024}
+        kernel = PreparedKernel(spoil_rows, 1, {"result": result, "rows": rows}, fixed, num_warps=4)
+        launch.remember(key, kernel)
+    kernel(result, rows)

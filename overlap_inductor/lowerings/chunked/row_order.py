@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches the kernels that order the rows of pieces by expert (``kernels.row_order``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from overlap_inductor.kernels import row_order
+from overlap_inductor.runtime.workspace import Launch
+from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+
+BLOCKS, BLOCK = 64, 1024
+"""Blocks of the kernels for each piece, and rows that a block reads at once."""
+SMALL_BLOCKS, SMALL_BLOCK = 4, 32
+"""The same in Triton's interpreter, which runs one block after the other."""
+EVEN = 16
+"""Vectors of int64 begin at multiples of this many elements, so that they are aligned."""
+
+
+Tensors = list[torch.Tensor]
+Rows = tuple[int, int]
+"""``(first row, end)``."""
+
+
+class RowOrder:
+    """The order of the rows of all pieces of a call (``kernels.row_order``).
+
+    Args:
+        index: ``[rows]``, integers.
+        ends: int32 or int64 ``[experts]``.
+        bounds: where the pieces begin among the arrived rows, in ascending order, and where the last one ends.
+        returned: number of rows that return to this rank.
+        only_ends: whether only ``ends`` will be read.
+        launch: keeps the prepared kernels.
+
+    Attributes:
+        arrived, returned: int64 ``[1]`` on the device, the numbers of rows that arrive and return.
+    """
+
+    def __init__(
+        self,
+        index: torch.Tensor,
+        ends: torch.Tensor,
+        bounds: Sequence[int],
+        returned: int,
+        only_ends: bool,
+        launch: Launch,
+    ) -> None:
+        rows, pieces, experts = bounds[-1], len(bounds) - 1, ends.shape[0]
+        self._numbers = {first: number for number, first in enumerate(bounds)}
+        numbers = _on_device([*bounds, returned], index.device)
+        self.arrived, self.returned = numbers[-2:-1], numbers[-1:]
+        found, self._ends = index.new_empty(2, pieces, experts, dtype=torch.int32).unbind()
+        if not rows:
+            self._placed = [index] * 3
+            return
+        index, ends = _aligned(index.to(torch.int64)), _aligned(ends)
+        key = "ends", ends.dtype, pieces, experts
+        start = launch.prepared.get(key)
+        if start is None:
+            start = _Ends(index, numbers, ends, found, self._ends)
+            launch.remember(key, start)
+        start(index, numbers, ends, found, self._ends)
+        self._placed = [] if only_ends else _placed(index, numbers, rows, pieces, launch)
+
+    def ends(self, piece: Rows) -> torch.Tensor:
+        """int32 ``[experts]``: where each expert's rows end in the piece of the arrived rows ``piece``."""
+        return self._ends[self._numbers[piece[0]]]
+
+    def ordered(self, piece: Rows) -> torch.Tensor:
+        """The places of the piece's rows among all rows in the order of the experts."""
+        return self._placed[0][piece[0] : piece[1]]
+
+    def places(self, piece: Rows) -> torch.Tensor:
+        """The places of these rows in the piece, as they arrived."""
+        return self._placed[1][piece[0] : piece[1]]
+
+    def back(self, piece: Rows) -> torch.Tensor:
+        """The number in the order of the experts of each row of the piece, as it arrived."""
+        return self._placed[2][piece[0] : piece[1]]
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, contiguous and aligned to 16 bytes, as the kernels were compiled."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+class _Ends:
+    """The kernels that find where the experts' rows end, prepared for a number of pieces and experts."""
+
+    def __init__(
+        self, index: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor, found: torch.Tensor, ends_of: torch.Tensor
+    ) -> None:
+        pieces, experts = found.shape
+        varying = {"index": index, "bounds": bounds, "ends": ends, "found": found}
+        fixed = {"experts": experts, "PIECES": pieces, "BLOCK": _sizes(index)[1]}
+        self._count = PreparedKernel(row_order.count_by_expert, pieces * experts, varying, fixed, num_warps=4)
+        fixed = {"experts": experts, "EXPERTS": 1 << (experts - 1).bit_length()}
+        self._sum = PreparedKernel(
+            row_order.sum_by_expert, pieces, {"found": found, "ends_of": ends_of}, fixed, num_warps=1
+        )
+
+    def __call__(
+        self, index: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor, found: torch.Tensor, ends_of: torch.Tensor
+    ) -> None:
+        self._count(index, bounds, ends, found)
+        self._sum(found, ends_of)
+
+
+class _Places:
+    """The kernels that find the rows' places, prepared for a number of pieces."""
+
+    def __init__(
+        self, index: torch.Tensor, bounds: torch.Tensor, counts: torch.Tensor, placed: list[torch.Tensor]
+    ) -> None:
+        blocks, block = _sizes(index)
+        pieces = counts.numel() // blocks
+        counted = {"index": index, "bounds": bounds, "counts": counts}
+        grid = {"PIECES": pieces, "BLOCKS": blocks, "BLOCK": block}
+        self._count = PreparedKernel(row_order.count_rows, pieces * blocks, counted, grid, num_warps=4)
+        varying = counted | dict(zip(("ordered", "places", "back"), placed))
+        self._place = PreparedKernel(row_order.place_rows, pieces * blocks, varying, grid, num_warps=4)
+
+    def __call__(
+        self, index: torch.Tensor, bounds: torch.Tensor, counts: torch.Tensor, placed: list[torch.Tensor]
+    ) -> None:
+        self._count(index, bounds, counts)
+        self._place(index, bounds, counts, *placed)
+
+
+def _placed(index: torch.Tensor, bounds: torch.Tensor, rows: int, pieces: int, launch: Launch) -> Tensors:
+    """``ordered``, ``places`` and ``back`` of all rows."""
+    placed = list(index.new_empty(3, -(-rows // EVEN) * EVEN).unbind())
+    counts = index.new_empty(pieces * _sizes(index)[0], dtype=torch.int32)
+    key = "places", pieces
+    start = launch.prepared.get(key)
+    if start is None:
+        start = _Places(index, bounds, counts, placed)
+        launch.remember(key, start)
+    start(index, bounds, counts, placed)
+    return placed
+
+
+def _sizes(index: torch.Tensor) -> tuple[int, int]:
+    return (BLOCKS, BLOCK) if index.is_cuda else (SMALL_BLOCKS, SMALL_BLOCK)
+
+
+def _on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 numbers, copied to the device. The host does not wait: CUDA copies so few bytes into its own memory first,
+    and pinned memory would cost the host more time."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts between two exchanges in schedule ``chunked``, on processes that share memory, with the kernels in Triton's
+interpreter. A program without grouped matmuls takes the experts' place, so that every result is exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_inductor.errors import TransferError
+from overlap_inductor.errors import UnsupportedError
+from overlap_inductor.lowerings.chunked import experts_launch
+from overlap_inductor.sites.row_program import HandedOut
+from overlap_inductor.sites.row_program import RowProgram
+from overlap_inductor.transports.messages import messages_of
+from overlap_inductor.transports.messages import needed
+from tests.kernels.ranks import SharedWorkspace
+from tests.kernels.ranks import run_ranks
+from tests.kernels.ranks import shared
+
+WIDTH, CALLS, EXPERTS = 8, 3, 3
+ROW_BYTES = WIDTH * 4
+PROGRAM = RowProgram(
+    (
+        ("aten.mul.Tensor", [{"row": 0}, {"row": 1}], {}),
+        ("aten.add.Tensor", [{"row": 2}, {"whole": 0}], {}),
+    ),
+    3,
+    WIDTH,
+    "float32",
+    (HandedOut(2, (WIDTH,), "float32"),),
+)
+"""``result = x * share + whole``; ``x * share`` is handed out. ``share`` has a row for each arrived row, in the order
+of the experts."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """``counts[r][p]``: rows that rank ``r`` sends to rank ``p``. ``room``: rows of a message.
+    ``arrive_sorted``: the rows of each rank arrive in the order of the experts."""
+
+    counts: list[list[int]]
+    room: int
+    arrive_sorted: bool = False
+
+
+CASES = {
+    "one round": Case([[3, 5], [4, 2]], 64),
+    "several rounds, unequal": Case([[40, 70, 1], [0, 3, 90], [33, 0, 5]], 32),
+    "all rows to one rank": Case([[0, 9, 0], [0, 8, 0], [0, 7, 0]], 32),
+    "no rows from others": Case([[6, 0], [0, 5]], 32),
+    "a rank without rows": Case([[0, 0, 0], [4, 1, 2], [3, 0, 0]], 32),
+    "no rows at all": Case([[0, 0], [0, 0]], 32),
+    "sorted, several rounds": Case([[40, 70, 1], [0, 3, 90], [33, 0, 5]], 32, True),
+    "sorted, two ranks": Case([[3, 5], [4, 2]], 64, True),
+    "four ranks": Case([[5, 1, 2, 3], [2, 2, 2, 2], [0, 40, 0, 1], [7, 0, 6, 5]], 32),
+}
+
+
+def _given(case: Case, rank: int, call: int) -> dict[str, Any]:
+    """The call's arguments on ``rank``. The numbers of rows change from call to call."""
+    ranks = range(len(case.counts))
+    counts = case.counts[call % len(ranks) :] + case.counts[: call % len(ranks)]
+    drawn = torch.Generator().manual_seed(100 * call + rank)
+    received = [counts[s][rank] for s in ranks]
+    arrived = sum(received)
+    if case.arrive_sorted:
+        # Row j of the experts' order comes from a random rank. The rows of each rank keep their order.
+        source = torch.repeat_interleave(torch.tensor(received))[torch.randperm(arrived, generator=drawn)]
+        index = source.sort(stable=True).indices.sort().indices
+    else:
+        index = torch.randperm(arrived, generator=drawn)
+    index[::2] -= arrived
+    ends = torch.randint(0, arrived + 1, (EXPERTS,), generator=drawn).sort().values.int()
+    return {
+        "x": torch.randn(sum(counts[rank]), WIDTH, generator=drawn),
+        "index": index,
+        "ends": ends,
+        "rows": [torch.randn(arrived, WIDTH, generator=drawn)],
+        "whole": [torch.randn(WIDTH, generator=drawn)],
+        "sent": counts[rank],
+        "arrive_sorted": case.arrive_sorted,
+        "received": received,
+    }
+
+
+def _expected(case: Case, rank: int, call: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(returned rows, handed out value)`` of ``rank``."""
+    ranks = range(len(case.counts))
+    given = [_given(case, r, call) for r in ranks]
+    sent = [g["x"].split(g["sent"]) for g in given]
+    results, products = [], []
+    for r, g in enumerate(given):
+        arrived = torch.cat([sent[s][r] for s in ranks])
+        product = arrived[g["index"]] * g["rows"][0]
+        result = torch.empty_like(product)
+        result[g["index"]] = product + g["whole"][0]
+        results.append(result.split(g["received"]))
+        products.append(product)
+    return torch.cat([results[p][rank] for p in ranks]), products[rank]
+
+
+def _rank(rank: int, workspace: SharedWorkspace, case: Case, right: torch.Tensor) -> None:
+    launch, run = workspace.launch(rank), RowProgram.run
+    for call in range(CALLS):
+        given, ends = _given(case, rank, call), []
+
+        def recorded(self: RowProgram, rows: Any, whole: Any, found: torch.Tensor, ends: list[Any] = ends) -> list[Any]:
+            ends.append(found.tolist())
+            return run(self, rows, whole, found)
+
+        RowProgram.run = recorded  # type: ignore[method-assign]
+        returned, (product,) = experts_launch.all_to_all_experts(**given, program=PROGRAM, launch=launch)
+        launch.faults.check()
+        wanted, handed_out = _expected(case, rank, call)
+        total = torch.tensor(ends, dtype=torch.long).view(-1, EXPERTS).sum(0).tolist()
+        same = torch.equal(returned, wanted) and torch.equal(product, handed_out)
+        right[rank, call] = same and (total == given["ends"].tolist() or not len(given["index"]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_equal_to_exchange_experts_exchange(name: str) -> None:
+    """Each piece must get where its experts' rows end: over all pieces, these ends add up to the ends of all rows."""
+    case = CASES[name]
+    world_size = len(case.counts)
+    workspace = SharedWorkspace.of(world_size, *needed(world_size, case.room * ROW_BYTES))
+    right = shared(world_size, CALLS)
+    run_ranks(world_size, _rank, workspace, case, right)
+    assert right.all(), right
+
+
+def _alone(rank: int, workspace: SharedWorkspace, case: Case, spoilt: torch.Tensor) -> None:
+    """Rank 0 calls alone, so its waits end without rows."""
+    if rank:
+        return
+    launch = workspace.launch(rank, patience_ns=200_000)
+    returned, (product,) = experts_launch.all_to_all_experts(**_given(case, rank, 0), program=PROGRAM, launch=launch)
+    spoilt[0] = bool(returned.isnan().all()) and bool(product.isnan().all())
+    with pytest.raises(TransferError, match="site_7"):
+        launch.faults.check()
+    with pytest.raises(TransferError):
+        experts_launch.all_to_all_experts(**_given(case, rank, 0), program=PROGRAM, launch=launch)
+
+
+def test_a_missing_rank_spoils_the_results() -> None:
+    workspace, spoilt = SharedWorkspace.of(2, *needed(2, 64 * ROW_BYTES)), shared(1)
+    run_ranks(2, _alone, workspace, CASES["one round"], spoilt)
+    assert spoilt.all()
+
+
+def test_a_message_larger_than_its_room_is_refused() -> None:
+    workspace = SharedWorkspace.of(2, *needed(2, 1024))
+    messages = messages_of(workspace.launch(0))
+    with pytest.raises(UnsupportedError, match="2048 bytes; the workspace has room for 1024"):
+        messages.send(0, 1, torch.zeros(512))
