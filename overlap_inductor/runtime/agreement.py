@@ -98,17 +98,22 @@ class Comparison:
         self._states: list[GroupState] = []
         """The states of ``groups``, from the first call on."""
         self.counted = False
-        """True if ``count`` has counted and published a call, and ``call`` must still compare it."""
+        """True if ``count`` has counted a call, and ``call`` must still compare or publish it."""
 
     def count(self) -> bool:
         """Count one call of a settled plan, with little host time. Returns False if ``call`` must first decide whether
         the graph may run."""
         if self.settled is None or any(s.apart for s, _, _ in self.settled):
             return False
-        for state, constant, collectives in self.settled:
+        for state, _, collectives in self.settled:
             state.count(collectives)
-            if state.page is not None:
-                state.page.publish(state.calls, f"{constant}:{state.passed}:{state.place}")
+        if self.every_call and any(s.between and s.page is None for s, _, _ in self.settled):
+            # This rank may have to skip calls (``call_board.catch_up``).
+            self.counted = True
+            return False
+        for state, constant, _ in self.settled:
+            if self.every_call or state.page is not None:
+                state.publish(f"{constant}:{state.passed}:{state.place}", watched=False)
         if not self.tied:
             return True
         state, constant, _ = self.settled[0]
@@ -198,8 +203,7 @@ class Comparison:
             asked = [s for s in states if s.page is not None and s.unasked]
         if not any(s.apart for s in states):
             raise_if_others_overlap(asked, self.plan, strict)
-        if not self.every_call or all(s.page is not None for s in states):
-            self._settle(states, tied=False)
+        self._settle(states, tied=False)
         return NO
 
     def _listening(self, states: Sequence[GroupState], first: bool) -> list[GroupState]:

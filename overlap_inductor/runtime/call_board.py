@@ -11,9 +11,11 @@ Keys below ``overlap_inductor/agree/<incarnation>`` in the group's store. ``<inc
 had the same name one after the other::
 
     plan/<digest>            the plan's text, written once
-    <call>/<rank>            the value; <call> is ``GroupState.label``
+    slot<slot>/<rank>        the call's number and the value; <slot> is the number modulo ``CALLS``
+    <call>/<rank>            the value, if ``GroupState.label`` is no number; <call> is the label
     <call>/<rank>/<round>    a verdict, with its reason
-    <call>/same/<value>      how many ranks have published this value: one key to watch while all agree
+    <call>/same/<value>      how many ranks have published this value: one key to watch while all agree. Calls without
+                             overlap do not count
     apart                    why overlap is disabled for the group
     page                     the file name of the group's call page
     here/<rank>              the rank compiles with overlap on (a key of the default group only)
@@ -126,7 +128,8 @@ def publish(states: Sequence[GroupState], plan: ExchangePlan, refused: bool = Fa
             group_store(state.group).set(f"{state.prefix}/plan/{plan.digest}", plan.to_json())
         if refused:
             state.mark = REFUSED
-        state.publish(value(state, plan).text)
+        # Ranks wait together only for values of a plan with overlap, and in mode ``strict``.
+        state.publish(value(state, plan).text, watched=plan.overlaps or plan.mode == "strict")
 
 
 def skip(state: GroupState, plan: ExchangePlan, found: Mapping[int, str]) -> None:

@@ -154,9 +154,10 @@ class GroupState:
             passed, place = max(passed, other.passed), max(place, other.place)
         self.passed, self.outside = passed, place - passed
 
-    def publish(self, text: str) -> None:
+    def publish(self, text: str, watched: bool = True) -> None:
+        """Publish this rank's value ``text`` of the newest call. ``watched``: see ``CallStore``."""
         if self.page is None:
-            self.store.publish(self.label, text)
+            self.store.publish(self.label, text, watched)
         else:
             self.page.publish(self.calls, text)
 
