@@ -118,8 +118,9 @@ class OverlapConfig:
     the ring is forced on a CPU, then for the patterns ``all_gather_matmul`` and ``matmul_reduce_scatter`` ``auto`` is 4
     divided by the number of ranks, rounded up. For embedding tables, the ring sends at most ``4 * S`` groups of tables
     instead. On CPUs, schedule ``auto`` takes the fewest sub-chunks, at most S, whose estimated time is at most 5 %
-    above the shortest. A seam in [bands](sequence-parallel.md) has as many sub-chunks as it has bands. The cost model
-    assumes that ``1 / (world_size * S)`` of the shorter of matmul and transfer stays exposed."""
+    above the shortest. So does a forced ring, with S = 4, if ``machine`` is set and ``sub_chunks`` is not. A seam in
+    [bands](sequence-parallel.md) has as many sub-chunks as it has bands. The cost model assumes that
+    ``1 / (world_size * S)`` of the shorter of matmul and transfer stays exposed."""
 
     step_node_budget: int = _key(3000)
     """The number of FX nodes that the unrolled steps of schedule ``ring`` may add to one graph. A site that does not

@@ -25,6 +25,7 @@ from tests.support.hand_graph import aten
 TORCH = "2.13"
 """The golden file is for this torch version."""
 SLOW = json.dumps({"link_bytes": 2.93e5, "matmul_flops": {"4": 3.6e7}})
+FAST = json.dumps({"link_bytes": 1e12, "matmul_flops": {"4": 1e13}})
 
 
 def _residual_and_norm(made: HandGraph, scattered: fx.Node) -> fx.Node:
@@ -187,22 +188,34 @@ def test_a_forced_schedule_shows_what_bands_cost(monkeypatch: pytest.MonkeyPatch
     assert sum(banded) == pytest.approx(sum(in_turn) + 400, abs=20)
 
 
-def test_auto_gives_both_sites_the_sub_chunks_of_the_fastest_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "switches", [{"schedule": "auto", "sub_chunks": 4}, {"schedule": "ring", "sub_chunks": "auto"}]
+)
+def test_estimates_give_both_sites_the_sub_chunks_of_the_fastest_seam(
+    switches: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the machine ``SLOW``, each transfer takes 28 ms, and the matmuls take 8 and 43 ms. Planned alone, the scatter
-    has 2 sub-chunks and the gather has 4. The seam is fastest in 4 bands."""
+    has 2 sub-chunks and the gather has 4. The seam is fastest in 4 bands. A forced ring on a known machine is planned
+    as by ``auto``."""
 
     def wide(made: HandGraph, gathered: fx.Node, scattered: fx.Node) -> fx.Node:
         return made.mm(gathered, made.input(64, 176, name="up"))
 
     def sub_chunks() -> list[Any]:
         with fake_group(2):
-            report = Parts(multiply=wide).seam().run(mode="report", schedule="auto", machine=SLOW, sub_chunks=4)
+            report = Parts(multiply=wide).seam().run(mode="report", machine=SLOW, **switches)
         plans = [s.decision.moving.parameters for s in report.sites]
         return [(p["sub_chunks"], p.get("bands")) for p in plans]
 
     assert sub_chunks() == [(4, 4), (4, 4)]
     monkeypatch.setattr(check, "bands_of", lambda seam, counts: [])
     assert sub_chunks() == [(2, None), (4, None)]
+
+
+def test_a_forced_ring_on_a_known_machine_has_bands_only_where_they_pay() -> None:
+    """On the machine ``FAST``, the steps of bands cost more than they hide."""
+    assert _bands(Parts(), sub_chunks="auto", machine=FAST) == [None, None]
+    assert _bands(Parts(), sub_chunks=2, machine=FAST) == [2, 2]
 
 
 def test_copies_for_other_readers_count() -> None:

@@ -47,10 +47,37 @@ def test_a_gpu_and_a_number_are_not_limited(kind: str) -> None:
 
 
 def test_auto_chooses_by_its_estimate() -> None:
-    """On this machine, the transfer takes about as long as the matmul. A forced ring would have one sub-chunk."""
-    machine = {"link_bytes": 1e6, "matmul_flops": {"2": 3e8}}
-    report = _report("gather", "cpu", 4, schedule="auto", machine=json.dumps(machine))
+    """A forced ring on an unknown machine would have one sub-chunk."""
+    report = _report("gather", "cpu", 4, schedule="auto", machine=SLOW_LINK)
     assert report.sites[0].decision.moving.parameters["sub_chunks"] == 2
+
+
+SLOW_LINK = json.dumps({"link_bytes": 1e6, "matmul_flops": {"2": 3e8}})
+"""The transfer takes about as long as the matmul."""
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+def test_a_forced_ring_on_a_known_machine_chooses_by_its_estimate(kind: str) -> None:
+    """Without a known machine, it has one sub-chunk, or four if it computes an all-reduce."""
+    found = [
+        _report(kind, "cpu", 4, schedule=schedule, machine=SLOW_LINK).sites[0].decision.moving.parameters["sub_chunks"]
+        for schedule in ("ring", "auto")
+    ]
+    assert found == [2, 2]
+
+
+def test_a_forced_ring_that_does_not_pay_has_few_sub_chunks() -> None:
+    """Its steps cost more than it hides, so it takes the fewest."""
+    fast = json.dumps({"link_bytes": 1e12, "matmul_flops": {"2": 3e12}})
+    for kind in ("gather", "scatter", "reduce"):
+        (site,) = _report(kind, "cpu", 4, machine=fast).sites
+        assert (site.decision.status, site.decision.moving.parameters["sub_chunks"]) == ("overlapped", 1)
+
+
+def test_a_known_machine_changes_no_number_and_no_gpu() -> None:
+    for device, number, wanted in (("cuda", "auto", 4), ("cpu", 8, 8)):
+        (site,) = _report("gather", device, 4, sub_chunks=number, machine=SLOW_LINK).sites
+        assert site.decision.moving.parameters["sub_chunks"] == wanted
 
 
 @pytest.mark.parametrize("value", ["", "4.5", 0, "all"])

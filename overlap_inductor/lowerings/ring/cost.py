@@ -54,12 +54,12 @@ def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN)
     return seconds(sizes, machine, parts) * margin < keep
 
 
-def fewest_parts(sizes: SiteSizes, machine: Machine, limit: int) -> int:
+def fewest_parts(sizes: SiteSizes, machine: Machine, limit: int, forced: bool = False) -> int:
     """The smallest of ``halved(limit)`` with which the ring pays and is about as fast as possible (``TOLERANCE``). If
-    the ring does not pay with ``limit``, returns ``limit``."""
-    if not pays(sizes, machine, limit):
+    the ring does not pay with ``limit``, returns ``limit``. A ``forced`` ring need not pay."""
+    if not forced and not pays(sizes, machine, limit):
         return limit
-    return fewest({n: seconds(sizes, machine, n) for n in halved(limit) if pays(sizes, machine, n)})
+    return fewest({n: seconds(sizes, machine, n) for n in halved(limit) if forced or pays(sizes, machine, n)})
 
 
 def halved(limit: int) -> list[int]:

@@ -171,16 +171,17 @@ def _parameters(site: OverlapSite, config: OverlapConfig) -> dict[str, Any]:
     found = form_of(site).parameters(site, config)
     if len(part_counts(site, config)) > 1:
         sizes, machine = sizes_at(site), machine_of(site, config)
-        found["sub_chunks"] = cost_of_ring.fewest_parts(sizes, machine, found["sub_chunks"])
+        forced = config.schedule != "auto"
+        found["sub_chunks"] = cost_of_ring.fewest_parts(sizes, machine, found["sub_chunks"], forced)
     return found
 
 
 def part_counts(site: OverlapSite, config: OverlapConfig) -> list[int]:
-    """The numbers of sub-chunks to choose from, largest first. There are several only if ``auto`` plans a gather or
-    reduction on a CPU. On GPUs, only the largest was measured."""
+    """The numbers of sub-chunks to choose from, largest first. There are several only for a gather or a reduction on a
+    CPU, if ``sub_chunks.by_estimate`` holds. On GPUs, only the largest was measured."""
     limit: int = form_of(site).parameters(site, config)["sub_chunks"]
-    estimated = config.schedule == "auto" and isinstance(site.nodes, GatherNodes | ReduceNodes) and has_example(site)
-    if estimated and not on_gpu(tools.value(site.collectives[0].input).device):
+    estimated = isinstance(site.nodes, GatherNodes | ReduceNodes) and sub_chunks.by_estimate(site, config)
+    if estimated and has_example(site) and not on_gpu(tools.value(site.collectives[0].input).device):
         return cost_of_ring.halved(limit)
     return [limit]
 

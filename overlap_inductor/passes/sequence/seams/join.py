@@ -11,6 +11,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.ring.cost import fewest
 from overlap_inductor.lowerings.ring.schedule import part_counts
 from overlap_inductor.lowerings.ring.schedule import unrolled_nodes
+from overlap_inductor.lowerings.ring.sub_chunks import by_estimate
 from overlap_inductor.passes.sequence.seams import check
 from overlap_inductor.passes.sequence.seams import cost
 from overlap_inductor.passes.sequence.seams.find import Seam
@@ -21,8 +22,8 @@ from overlap_inductor.sites.sizes import has_example
 
 def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[list[str]] = ()) -> list[Seam]:
     """Choose which seams among ``sites`` are written in bands, and return these seams. The plans of each chosen seam's
-    two sites get the parameter ``bands`` and the estimated times in bands. If the schedule is forced, bands need not
-    pay.
+    two sites get the parameter ``bands`` and the estimated times in bands. Bands need not pay if estimates do
+    not choose the ring's sub-chunks (``sub_chunks.by_estimate``).
 
     Each seam takes the smallest number of bands whose estimated time is close to the shortest. Bands add nodes, which
     must fit into what unrolled rings and earlier seams have left of ``step_node_budget``.
@@ -40,8 +41,9 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
         legal = check.bands_of(seam, counts)
         if not legal or not all(has_example(s) for s in (seam.scatter, seam.gather)):
             continue
+        estimated = by_estimate(seam.scatter, config)
         saved = {n: cost.saved(seam, n, config) for n in legal if added_nodes(seam, n) <= left}
-        totals = {n: s.total for n, s in saved.items() if s.pays or config.schedule != "auto"}
+        totals = {n: s.total for n, s in saved.items() if s.pays or not estimated}
         if not totals:
             continue
         bands = fewest(totals)
