@@ -42,12 +42,12 @@ def variants(schedule: str, machine: str, switches: Mapping[str, str]) -> list[V
 
     Args:
         schedule: the schedule of the variants with overlap whose names do not begin with ``auto``.
-        machine: the value of switch ``machine`` for ``auto``, or empty.
+        machine: the value of switch ``machine`` of the variants with overlap, or empty.
         switches: further switches of every variant with overlap.
     """
     found = [Variant(PLAIN)]
     for name in dict.fromkeys((schedule, "auto")):
-        told = {**switches, "schedule": name, **({"machine": machine} if name == "auto" and machine else {})}
+        told = {**switches, "schedule": name, **({"machine": machine} if machine else {})}
         if "sequence_parallel" in {f.name for f in dataclasses.fields(OverlapConfig)}:
             found += [
                 Variant(f"{name}, sequence_parallel {value}", {**told, "sequence_parallel": value})

@@ -90,7 +90,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--machine",
         default="",
-        help="value of the switch 'machine' for auto; default on a CPU: the rates of the link and the matmuls",
+        help="value of the switch 'machine'; default on a CPU: the rates of the link and the matmuls",
     )
     parser.add_argument("--set", nargs="+", default=[], metavar="SWITCH=VALUE", help="other switches of overlap")
     parser.add_argument(

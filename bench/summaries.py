@@ -386,16 +386,18 @@ def lookups() -> str:
 
 
 def experts() -> str:
-    """Layers of experts on GPUs: the last run of each case, with the host in the loop."""
-    lines = {}
+    """Layers of experts on GPUs, with the host in the loop: the last run of each provider."""
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in _read("experts"):
         case = (f"{row['world_size']} x {_short(row['gpu'])}", row["layer"], row["form"], row["tokens"])
         us = {name: timing["median"] for name, timing in row["us"]["compiled"].items()}
-        cells = [f"{us[name]:.0f}" for name in ("transfers", "keep", "ring")]
-        lines[case] = [*case, *cells, *(f"{us['keep'] / us[name]:.2f}" for name in ("ring", "auto"))]
-    head = ("GPUs", "layer", "form", "tokens", "transfers us", "`keep` us", "`ring` us", "`ring`: speed-up",
+        known = lines.setdefault(case, {})
+        known |= {name: f"{us[name]:.0f}" for name in ("transfers", "keep")}
+        known |= {name: f"{us['keep'] / us[name]:.2f}" for name in ("chunked", "ring", "auto") if name in us}
+    head = ("GPUs", "layer", "form", "tokens", "transfers us", "`keep` us", "`chunked`: speed-up", "`ring`: speed-up",
             "`auto`: speed-up")  # fmt: skip
-    return _table(head, [lines[case] for case in sorted(lines)])
+    shown = ("transfers", "keep", "chunked", "ring", "auto")
+    return _table(head, [[*case, *(lines[case].get(name, "-") for name in shown)] for case in sorted(lines)])
 
 
 def _short(gpu: str) -> str:

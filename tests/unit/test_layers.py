@@ -20,6 +20,7 @@ from bench.layer_trace import OUTSIDE
 from bench.layer_trace import Span
 from bench.layer_trace import bars
 from bench.layer_trace import shares
+from bench.layer_variants import AGAIN
 from bench.layer_variants import LOCAL
 from bench.layer_variants import PLAIN
 from bench.layers_worker import Settings
@@ -94,16 +95,16 @@ def test_bad_arguments_are_refused(words: list[str]) -> None:
         layers.parsed(words)
 
 
-def test_every_variant_has_allowed_switches_and_only_auto_gets_machine_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variant_with_overlap_has_allowed_switches_and_machine_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> list[str]:
         return [v.name for v in layer_variants.variants("ring", '{"link_bytes": 6.25e7}', {"sub_chunks": "2"})]
 
     for variant in layer_variants.variants("ring", '{"link_bytes": 6.25e7}', {"sub_chunks": "2"}):
         config = OverlapConfig(**(variant.switches or {}))
-        assert (config.machine is not None) == (config.schedule == "auto" and variant.switches is not None)
+        assert (config.machine is not None) == (variant.switches is not None)
         assert variant.right == (variant.name != LOCAL)
         assert config.sub_chunks == ("auto" if variant.switches is None else 2)
-    assert (found()[0], found()[-1]) == (PLAIN, LOCAL)
+    assert (found()[0], found()[-2:]) == (PLAIN, [AGAIN, LOCAL])
 
     @dataclasses.dataclass
     class With:
@@ -114,9 +115,9 @@ def test_every_variant_has_allowed_switches_and_only_auto_gets_machine_facts(mon
         mode: str = "on"
 
     monkeypatch.setattr(layer_variants, "OverlapConfig", Without)
-    assert found() == [PLAIN, "ring", "auto", LOCAL]
+    assert found() == [PLAIN, "ring", "auto", AGAIN, LOCAL]
     monkeypatch.setattr(layer_variants, "OverlapConfig", With)
-    assert found()[1:-1] == [f"{n}, sequence_parallel {v}" for n, v in
+    assert found()[1:-2] == [f"{n}, sequence_parallel {v}" for n, v in
                              (("ring", "off"), ("ring", "on"), ("auto", "off"), ("auto", "auto"))]  # fmt: skip
 
 

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts between two exchanges, planned for H200s: what schedule ``chunked`` writes, when ``auto`` takes it, and when
+rows are known to arrive in the order of the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+from bench.support.experts import SMALL
+from bench.support.experts import DispatchedExperts
+from bench.support.experts import ExpertSizes
+from overlap_inductor.facts.machine import BOXES
+from overlap_inductor.report.report import OverlapReport
+from overlap_inductor.torch_compat.target import planning_for
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import reports_by_fields
+from tests.support.fake_group import reports_of
+
+OP = "chunked_all_to_all_experts.default("
+
+
+@pytest.fixture(autouse=True)
+def _scalars() -> Iterator[None]:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        yield
+
+
+def _given(tokens: int, sizes: ExpertSizes, trained: bool = False) -> tuple[torch.Tensor, ...]:
+    x = torch.randn(tokens, sizes.hidden, dtype=torch.bfloat16).requires_grad_(trained)
+    ids = torch.randint(0, sizes.experts, (tokens, sizes.chosen))
+    return x, ids, torch.rand(tokens, sizes.chosen).requires_grad_(trained)
+
+
+def _calls(report: OverlapReport) -> list[str]:
+    return [line for line in report.after.splitlines() if OP in line]
+
+
+def test_both_graphs_of_training_read_rows_where_they_arrived() -> None:
+    """The proof needs nodes that only the joint graph has, so it must reach the backward graph. Ranks whose token
+    counts round to one number hold equal workspaces."""
+    plans = []
+    for rank in (0, 1):
+        with fake_group(2, rank), planning_for(BOXES["h200"]):
+            layer = DispatchedExperts(rank, 2)
+            (reports,) = reports_by_fields(
+                layer, *_given(1000 + rank, SMALL, trained=True), several=[{"schedule": "chunked"}]
+            )
+        assert [r.phase for r in reports] == ["forward", "backward"]
+        for report in reports:
+            (call,) = _calls(report)
+            assert "], True, '" in call
+            assert call.count("chunked_silu_times") == 1
+            assert [s.decision.moving.transport for s in report.sites] == ["copy_engine"]
+        plans.append([r.exchange for r in reports])
+    assert plans[0] == plans[1]
+    assert all("messages" in plan for plan in plans[0])
+
+
+class _Moved(DispatchedExperts):
+    """Sends rows whose numbers are not the sums of the runs that the index moves: each rank's first run is left out of
+    its count. The rows still arrive in some order, but the ranks' parts are not the index's."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.histc(ids.reshape(-1).float(), bins=8, min=0, max=8).long()
+        by_rank = counts.view(self.world_size, -1)
+        arriving = funcol.wait_tensor(funcol.all_to_all_single(by_rank, None, None, dist.group.WORLD)).reshape(-1)
+        sent = by_rank[:, 1:].sum(dim=1).tolist()
+        received = arriving.view(self.world_size, -1)[:, 1:].sum(dim=1).tolist()
+        arrived = self.exchange(x, received, sent)
+        shape, arrived, places, each = self._permute(arrived, arriving)
+        back = arrived.new_empty(shape)
+        back[places, :] = self._experts(arrived, each)
+        return self.exchange(back, sent, received)
+
+
+def test_rows_that_are_not_known_to_be_sorted_are_gathered() -> None:
+    with fake_group(2), planning_for(BOXES["h200"]), torch.no_grad():
+        (report,) = reports_of(_Moved(0, 2), *_given(64, SMALL), schedule="chunked")
+    (call,) = _calls(report)
+    assert "], False, '" in call
+
+
+@pytest.mark.parametrize(
+    ("tokens", "world_size", "schedule"), [(16384, 2, "chunked"), (8192, 2, "keep"), (32768, 4, "keep")]
+)
+def test_auto_counts_the_launches(tokens: int, world_size: int, schedule: str) -> None:
+    """On 2 H200s, chunks of a layer of 64 experts gain with 16384 tokens. With 8192 tokens, the host is the limit."""
+    with fake_group(world_size), planning_for(BOXES["h200"]), torch.no_grad():
+        layer = DispatchedExperts(0, world_size, sizes=ExpertSizes(experts=64, chosen=8)).bfloat16()
+        for name, shape in (("w1", (1024, 2048)), ("w2", (2048, 1024)), ("w3", (1024, 2048))):
+            weight = torch.empty(64 // world_size, *shape, dtype=torch.bfloat16)
+            setattr(layer, name, torch.nn.Parameter(weight))
+        sizes = ExpertSizes(experts=64, chosen=8, hidden=2048, inner=1024)
+        (report,) = reports_of(layer, *_given(tokens // world_size, sizes), schedule="auto")
+    (site,) = report.sites
+    assert [p.schedule for p in site.decision.plan] == [schedule]
+    if schedule == "keep":
+        assert site.decision.reasons[0].code == "host_bound"
