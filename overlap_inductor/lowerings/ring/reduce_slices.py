@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the nodes that compute a slice of a collective's input, from slices of the matmuls' operands::
 
-    t = add(mm(x, w), mm(y, v))        ->        slice i: add(mm(x[i], w), mm(y[i], v))
+    t = add(mm(x, w), mm(y, v))        ->        slice i: addmm(mm(x[i], w), y[i], v)
 
 A slice is the part of the input that goes to one rank, a piece of such a part, or some rows of the input.
 """
@@ -71,10 +71,12 @@ class Slices:
 
     def _compute(self, cuts: Cuts) -> fx.Node:
         done: dict[fx.Node, fx.Node] = {}
-        pieces = [self._evaluate(node, cuts, done) for node in self.nodes.computed]
-        total = pieces[0]
-        for piece in pieces[1:]:
-            total = self.emit.call(aten.add.Tensor, total, piece)
+        first, *others = self.nodes.computed
+        total = self._evaluate(first, cuts, done)
+        for node in others:
+            total = self._multiplied_onto(total, node, cuts) or self.emit.call(
+                aten.add.Tensor, total, self._evaluate(node, cuts, done)
+            )
         expected = tools.dtype(self.nodes.collectives[0].input)
         if tools.dtype(total) != expected:
             raise RuntimeError(f"a piece was computed as {tools.dtype(total)}; expected the collective's {expected}")
@@ -84,6 +86,37 @@ class Slices:
         if self.nodes.padding is not None and self.nodes.padding.columns:
             total = self.emit.call(aten.constant_pad_nd.default, total, [0, self.nodes.padding.columns])
         return self.in_memory(total)
+
+    def _sum_of_matmuls(self, node: fx.Node, cuts: Cuts, done: dict[fx.Node, fx.Node]) -> fx.Node | None:
+        """A slice of ``node``, if ``node`` adds a matmul to a matmul or to a sum of matmuls; else ``None``."""
+        terms = node.args
+        if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(n, fx.Node) for n in terms):
+            return None
+        if not all(tools.is_tensor(n) and tools.same_shape(n, node) for n in terms) or self._added(terms[1]) is None:
+            return None
+        first = self._evaluate(terms[0], cuts, done)
+        return self._multiplied_onto(first, terms[1], cuts)
+
+    def _multiplied_onto(self, total: fx.Node, node: fx.Node, cuts: Cuts) -> fx.Node | None:
+        """``total``, a matmul's result, plus the slice of ``node``: ``addmm(total, x[i], w)``, which is how Inductor
+        writes a sum of matmuls. This saves the addition's kernel. The matmul reads ``total``, so it needs no edge of
+        its own to the last send. ``None`` if ``node`` is not a plain ``mm``, or ``total`` not a matmul's result."""
+        computed = total.args[0] if total.target is overlap.after.default else total
+        leaf = self._added(node)
+        if leaf is None or computed.target not in (aten.mm.default, aten.addmm.default):
+            return None
+        if tools.dtype(total) != tools.dtype(leaf.node):
+            return None
+        return self.emit.call(aten.addmm.default, total, *self._operands(leaf, cuts))
+
+    def _added(self, node: fx.Node) -> matmuls.MatmulNode | None:
+        """The ``mm`` of which ``node`` is the result or a view. ``None`` if there is none, or it has other readers."""
+        nodes = self.nodes
+        while node in nodes.through and len(node.users) == 1:
+            node = nodes.through[node]
+        if nodes.region is not None or node.target is not aten.mm.default or len(node.users) != 1:
+            return None
+        return next((m for m in nodes.leaves if m.node is node), None)
 
     def in_memory(self, piece: fx.Node) -> fx.Node:
         """Returns ``piece`` as a tensor that is written to memory only once. If it were computed again, the op that
@@ -102,11 +135,10 @@ class Slices:
             (cut,) = cuts.values()
             result = self.grouped[node].piece(cut, nodes.region.cut, self.after)
         elif leaf is not None:
-            slicers = {nodes.role if d == nodes.sharded.dim else leaf.output_role(d): cut for d, cut in cuts.items()}
-            lhs, rhs = (self._operand(leaf, side, slicers) for side in ("lhs", "rhs"))
+            lhs, rhs = self._operands(leaf, cuts)
             added = leaf.bias if nodes.bias_of(leaf) is None else None
             bias = None if added is None else self._evaluate(added, cuts, done)
-            result = matmuls.emit(emit.graph, leaf, lhs, rhs, slicers, bias_slice=bias)
+            result = matmuls.emit(emit.graph, leaf, lhs, rhs, self._slicers(leaf, cuts), bias_slice=bias)
             annotate_new(emit, result)
             if self.after is not None:
                 # Without this edge, Inductor may run all matmuls before the first send.
@@ -123,12 +155,22 @@ class Slices:
         elif nodes.region is not None and node in nodes.region.joined:
             parts = [self._evaluate(n, cuts, done) for n in node.args[0]]
             result = emit.call(aten.cat.default, parts, nodes.region.joined[node])
+        elif (summed := self._sum_of_matmuls(node, cuts, done)) is not None:
+            result = summed
         else:
             result = emit.annotate(
                 emit.graph.node_copy(node, lambda n: self._evaluate(n, cuts, done) if tools.is_tensor(n) else n)
             )
         done[node] = result
         return result
+
+    def _slicers(self, leaf: matmuls.MatmulNode, cuts: Cuts) -> dict[str, matmuls.Slicer]:
+        nodes = self.nodes
+        return {nodes.role if d == nodes.sharded.dim else leaf.output_role(d): cut for d, cut in cuts.items()}
+
+    def _operands(self, leaf: matmuls.MatmulNode, cuts: Cuts) -> tuple[fx.Node, fx.Node]:
+        slicers = self._slicers(leaf, cuts)
+        return self._operand(leaf, "lhs", slicers), self._operand(leaf, "rhs", slicers)
 
     def _operand(self, leaf: matmuls.MatmulNode, side: str, slicers: dict[str, matmuls.Slicer]) -> fx.Node:
         operand = leaf.lhs if side == "lhs" else leaf.rhs
