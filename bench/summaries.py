@@ -249,7 +249,7 @@ def compile_cost() -> str:
     lines, plain = [], {}
     for row in _read("compile_cost"):
         both = [row["seconds"], row["seconds"] + row["compiler_seconds"]]
-        run = (row["phase"], row.get("commit"), row["cpu"])
+        run = (row["phase"], row["layers"], row.get("commit"), row["cpu"])
         if row["setting"] == "plain":
             plain[run] = both
         cells = [f"{s:.1f} ({s / base:.2f})" for s, base in zip(both, plain[run], strict=True)]
