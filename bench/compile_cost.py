@@ -23,9 +23,10 @@ medians of all repeats::
     seconds             CPU time of this process
     compiler_seconds    CPU time of the C++ compiler that this process starts
     pass_seconds        the part of seconds in run_overlap_pass
+    sequence_seconds    the part of seconds in run_sequence_parallel
     lowering_seconds    the part of seconds in the lowerings that instrument() names
     hook_seconds        the part of seconds in the package's wrappers of Inductor's functions, without these functions
-    gc_seconds          the part of seconds in the garbage collector; the three parts above leave it out
+    gc_seconds          the part of seconds in the garbage collector; the parts above leave it out
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ from overlap_inductor.inductor import hooks
 from overlap_inductor.inductor import lowerings as lowering
 from overlap_inductor.inductor import post_grad
 from overlap_inductor.passes import overlap_pass
+from overlap_inductor.passes import sequence_parallel
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.switch import backend
 from overlap_inductor.switch import install
@@ -116,7 +118,7 @@ class Clock:
 
 
 def instrument(clock: Clock) -> list[OverlapReport]:
-    """Let ``clock`` measure the pass, the lowerings that are named below, the package's hooks, and the garbage
+    """Let ``clock`` measure the passes, the lowerings that are named below, the package's hooks, and the garbage
     collector. Returns a list to which each run of the pass appends its report."""
     reports: list[OverlapReport] = []
     run_pass, wrap = clock.timed("pass", overlap_pass.run_overlap_pass), hooks._wrap
@@ -136,6 +138,7 @@ def instrument(clock: Clock) -> list[OverlapReport]:
 
     gc.callbacks.append(collecting)
     overlap_pass.run_overlap_pass = noted  # type: ignore[assignment]
+    sequence_parallel.run_sequence_parallel = clock.timed("sequence", sequence_parallel.run_sequence_parallel)
     hooks._wrap = timed_wrap
     for name in ("_agree", "_take", "_narrow", "_packed", "_after", "_gather_step", "_assemble"):
         setattr(lowering, name, clock.timed("lowering", getattr(lowering, name)))
@@ -222,7 +225,7 @@ def measured(
         "unrolled": sum(piece.parameters.get("unrolled") is True for piece in moving),
         "seconds": round(seconds, 2),
         "compiler_seconds": round(after.ru_utime + after.ru_stime - compiler.ru_utime - compiler.ru_stime, 2),
-        **{f"{name}_seconds": round(clock.seconds[name], 3) for name in ("pass", "lowering", "hook", "gc")},
+        **{f"{name}_seconds": round(clock.seconds[name], 3) for name in ("pass", "sequence", "lowering", "hook", "gc")},
     }
 
 
