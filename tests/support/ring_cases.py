@@ -119,6 +119,11 @@ def cases(world_size: int, size: int) -> dict[str, tuple[Any, list[tuple[int, ..
             [(2, s * w, 8), (8, 5), (8, 5)],
             1,
         ),
+        "scatter a sum of four matmuls over a sequence, in pairs": (
+            lambda x, a, b: reduce_scatter(x @ b + (x.relu() @ a + ((x + 1) @ b + (x * 2) @ a)), "sum", 1, g),
+            [(2, s * w, 8), (8, 5), (8, 5)],
+            1,
+        ),
         "all-reduce in fp64 of rows that are no multiple of the ranks": (
             lambda x, a: all_reduce((x @ a).double(), "avg", g),
             [(s * w + 1, 8), (8, 5)],

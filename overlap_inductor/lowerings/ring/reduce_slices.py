@@ -88,19 +88,31 @@ class Slices:
         return self.in_memory(total)
 
     def _sum_of_matmuls(self, node: fx.Node, cuts: Cuts, done: dict[fx.Node, fx.Node]) -> fx.Node | None:
-        """A slice of ``node``, if ``node`` adds a matmul to a matmul or to a sum of matmuls; else ``None``."""
-        terms = node.args
-        if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(n, fx.Node) for n in terms):
+        """A slice of ``node``, if ``node`` adds a matmul to another matmul or to a sum of matmuls; else ``None``."""
+        if node.target is not aten.add.Tensor or node.kwargs:
             return None
-        if not all(tools.is_tensor(n) and tools.same_shape(n, node) for n in terms) or self._added(terms[1]) is None:
+        if not all(tools.is_tensor(n) and tools.same_shape(n, node) for n in node.args):
             return None
-        first = self._evaluate(terms[0], cuts, done)
-        return self._multiplied_onto(first, terms[1], cuts)
+        left, right = node.args
+        if left is right:
+            return None  # ``addmm`` would multiply the same operands a second time.
+        for term, added in ((left, right), (right, left)):
+            if self._added(added) is None:
+                continue
+            total = self._multiplied_onto(self._evaluate(term, cuts, done), added, cuts)
+            if total is not None:
+                return total
+        return None
 
     def _multiplied_onto(self, total: fx.Node, node: fx.Node, cuts: Cuts) -> fx.Node | None:
-        """``total``, a matmul's result, plus the slice of ``node``: ``addmm(total, x[i], w)``, which is how Inductor
-        writes a sum of matmuls. This saves the addition's kernel. The matmul reads ``total``, so it needs no edge of
-        its own to the last send. ``None`` if ``node`` is not a plain ``mm``, or ``total`` not a matmul's result."""
+        """``total``, a matmul's result, plus the slice of ``node``: ``addmm(total, x[i], w)``. ``None`` if ``node`` is
+        not a plain ``mm``, if ``total`` is not a matmul's result, or if their dtypes differ.
+
+        This saves the addition's kernel, and a sum in bf16 or fp16 is rounded once less. The matmul reads ``total``, so
+        it needs no edge of its own to the last send. In plain graphs, Inductor's post-grad pass (pattern ``addmm``)
+        does the same to ``mm + mm``. It does not if a view stands between matmul and addition, as in the backward of
+        3-D linear layers. Slices have no such views.
+        """
         computed = total.args[0] if total.target is overlap.after.default else total
         leaf = self._added(node)
         if leaf is None or computed.target not in (aten.mm.default, aten.addmm.default):
