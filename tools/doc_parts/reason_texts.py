@@ -23,8 +23,8 @@ GROUPS: dict[str, dict[str, str]] = {
             " times are estimated.) A graph that Inductor captures as a CUDA graph gets this code if the GPUs are"
             " estimated to need less than 1 ms. If the token count is dynamic, the counts at which the host is the"
             " limit have a graph of their own, which stays as written. On GPUs, experts between two all-to-alls get"
-            " this code unless schedule `chunked` is estimated to pay: the host launches the ops of each piece of the"
-            " ring, which takes longer than the layer."
+            " this code unless schedule `chunked` is estimated to pay. The ring never pays there: the host launches"
+            " the ops of each of its pieces, which takes longer than the layer."
         ),
         "workspace": (
             "The sites of the group would hold more symmetric memory than `OVERLAP_INDUCTOR_WORKSPACE_LIMIT`. So sites"

@@ -16,10 +16,14 @@ the experts (``sites.sorted_parts``), they are read in this order (``kernels.row
 The host knows its own numbers of rows only. It reads no more numbers than the program does, and waits for no rank.
 
 Forward progress. A round has three phases in the launch order of every rank: send, compute and return, receive. Every
-wait is for something that a peer does in an earlier phase: rows wait until the peer has taken those of the last round
-(its second phase), pieces wait for the first phase, returned rows wait until those of the last round were taken (third
-phase), and the receiver waits for the second phase. So the earliest unfinished phase of all ranks never waits, even if
-all streams share one hardware queue.
+wait is for something that a peer does in an earlier phase:
+
+- a send: the peer has taken the rows of the last round (second phase of that round);
+- a piece: the peer has sent its rows (first phase);
+- a return: the peer has taken the results of the last round (third phase of that round);
+- received results: the peer has returned them (second phase).
+
+So the earliest unfinished phase of all ranks never waits, even if all streams share one hardware queue.
 
 CUDA graphs: the numbers of rows come from the host, so a call cannot be captured.
 """
