@@ -17,8 +17,9 @@ Flags. Flag ``2 * lane`` of ``signals.signal_flag`` is ``arrived``: its source i
 messages sent to the peer. The word after it counts the messages that this rank waited for.
 
 Memory ordering. A copy begins when everything that the previous copy of its stream has written is visible
-(``transports.copy_engine``). So a reader that acquires ``arrived`` sees the bytes. ``take`` runs on the stream after the
-reads, and releases. So the sender's next copy, which follows its acquire, cannot overwrite bytes that are still read.
+(``transports.copy_engine``). So a reader that acquires ``arrived`` sees the bytes. ``take`` runs on the stream after
+the reads, and releases. So the sender's next copy, which follows its acquire, cannot overwrite bytes that are still
+read.
 
 Aborts. If a wait ends because its patience is over or the group has been aborted, queued copies still run. As in
 ``transfer.wait_for_credits``, ``wait_to_send`` then sets every rank's abort word before it ends. It also sets its

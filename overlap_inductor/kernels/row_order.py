@@ -15,7 +15,7 @@ a selection from ``index`` in the same order, so no sort is needed::
                   ends_of[p, e] = sum of found[p, :e + 1]
 
 ``counts``, ``found`` and ``ends_of`` are int32, ``ends`` is int32 or int64, and all other tensors are int64. Numbers
-that change from call to call are read from device memory: ``bounds[PIECES]`` is the number of rows. The kernels do not
+that change from call to call are read from device memory: ``bounds[pieces]`` is the number of rows. The kernels do not
 communicate with other ranks, and a CUDA graph may hold them.
 """
 
@@ -37,11 +37,11 @@ def _rows_of(index, at, end, rows):
     return tl.where(row < 0, row + rows, row)
 
 
-@triton.jit
-def count_rows(index, bounds, counts, PIECES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """See the module. Grid: ``PIECES * BLOCKS`` blocks."""
+@triton.jit(do_not_specialize=["pieces"])
+def count_rows(index, bounds, counts, pieces, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """See the module. Grid: ``pieces * BLOCKS`` blocks."""
     piece, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    rows, first, last = tl.load(bounds + PIECES), tl.load(bounds + piece), tl.load(bounds + piece + 1)
+    rows, first, last = tl.load(bounds + pieces), tl.load(bounds + piece), tl.load(bounds + piece + 1)
     chunk = _chunk(rows, BLOCKS, BLOCK)
     end = tl.minimum((block + 1) * chunk, rows)
     found = tl.zeros((BLOCK,), tl.int32)
@@ -52,13 +52,11 @@ def count_rows(index, bounds, counts, PIECES: tl.constexpr, BLOCKS: tl.constexpr
     tl.store(counts + tl.program_id(0), tl.sum(found, 0))
 
 
-@triton.jit
-def place_rows(
-    index, bounds, counts, ordered, places, back, PIECES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """See the module. Grid: ``PIECES * BLOCKS`` blocks. ``BLOCKS`` is a power of two."""
+@triton.jit(do_not_specialize=["pieces"])
+def place_rows(index, bounds, counts, ordered, places, back, pieces, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """See the module. Grid: ``pieces * BLOCKS`` blocks. ``BLOCKS`` is a power of two."""
     piece, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    rows, first, last = tl.load(bounds + PIECES), tl.load(bounds + piece), tl.load(bounds + piece + 1)
+    rows, first, last = tl.load(bounds + pieces), tl.load(bounds + piece), tl.load(bounds + piece + 1)
     chunk = _chunk(rows, BLOCKS, BLOCK)
     end = tl.minimum((block + 1) * chunk, rows)
     blocks = tl.arange(0, BLOCKS)
@@ -74,11 +72,11 @@ def place_rows(
         done += tl.sum(inside.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["experts"])
-def count_by_expert(index, bounds, ends, found, experts, PIECES: tl.constexpr, BLOCK: tl.constexpr):
-    """See the module. Grid: ``PIECES * experts`` blocks."""
+@triton.jit(do_not_specialize=["experts", "pieces"])
+def count_by_expert(index, bounds, ends, found, experts, pieces, BLOCK: tl.constexpr):
+    """See the module. Grid: ``pieces * experts`` blocks."""
     piece, expert = tl.program_id(0) // experts, tl.program_id(0) % experts
-    rows, first, last = tl.load(bounds + PIECES), tl.load(bounds + piece), tl.load(bounds + piece + 1)
+    rows, first, last = tl.load(bounds + pieces), tl.load(bounds + piece), tl.load(bounds + piece + 1)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int64)
     end = tl.minimum(tl.load(ends + expert).to(tl.int64), rows)
     count = tl.zeros((BLOCK,), tl.int32)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams, beside the current one, on which a schedule's transfers and waits run. A device needs one
-stream for transfers, one for what is received, and one for waits. More are not needed, because the calls on a device run one after the other
-(``runtime.call_order``)."""
+"""The streams, beside the current one, on which a schedule's transfers and waits run. A device needs one stream for
+transfers, one for what is received, and one for waits. More are not needed, because the calls on a device run one
+after the other (``runtime.call_order``)."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from torch import fx
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites import permutations
 from overlap_inductor.sites.all_to_all import Splits
+from overlap_inductor.sites.row_steps import is_grouped_operator
 from overlap_inductor.torch_compat import operators
 
 aten = torch.ops.aten
@@ -35,7 +36,9 @@ _COPIES = (torch.ops.prims.device_put.default, aten._to_copy.default, torch.ops.
 
 
 def note(graph: fx.Graph) -> None:
-    """Record the proof for each index that reorders rows from an all-to-all."""
+    """If the graph has grouped matmuls, record the proof for each index that reorders rows from an all-to-all."""
+    if not any(map(is_grouped_operator, graph.nodes)):
+        return
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         (index, *others), source = node.args[1], node.args[0]
         while source.target is torch.ops._c10d_functional.wait_tensor.default:
@@ -75,14 +78,15 @@ def _sorted_by(index: fx.Node, received: Sequence[Any]) -> bool:
     while by_rank.target in tools.SAME:
         by_rank = by_rank.args[0]
     shape = tools.shape(by_rank)
-    whole = len(shape) == 2 and shape[0] == len(received) and isinstance(shape[1], int)
-    if not whole or not tools.is_reshape(by_rank) or by_rank.args[0] is not lengths:
+    # Sizes are compared only if they are ints, because comparing symbols adds a guard, or fails.
+    known = len(shape) == 2 and all(isinstance(size, int) for size in shape)
+    if not known or shape[0] != len(received) or not tools.is_reshape(by_rank) or by_rank.args[0] is not lengths:
         return False
-    return all(_counts(rows, rank, lengths, shape) for rank, rows in enumerate(received))
+    return all(_counts(rows, rank, by_rank) for rank, rows in enumerate(received))
 
 
-def _counts(rows: Any, rank: int, lengths: fx.Node, shape: Sequence[Any]) -> bool:
-    """Whether ``rows`` is the number of rows from ``rank``: the sum of row ``rank`` of ``reshape(lengths, shape)``."""
+def _counts(rows: Any, rank: int, by_rank: fx.Node) -> bool:
+    """Whether ``rows`` is the number of rows from ``rank``: the sum of row ``rank`` of ``by_rank`` or a like view."""
     if getattr(rows, "target", None) is not aten._local_scalar_dense.default:
         return False
     one = rows.args[0]
@@ -94,4 +98,4 @@ def _counts(rows: Any, rank: int, lengths: fx.Node, shape: Sequence[Any]) -> boo
     if total.target is not aten.sum.dim_IntList or list(total.args[1]) not in ([1], [-1]) or len(total.args) > 2:
         return False
     source = total.args[0]
-    return tools.is_reshape(source) and source.args[0] is lengths and list(tools.shape(source)) == list(shape)
+    return tools.is_reshape(source) and source.args[0] is by_rank.args[0] and tools.same_shape(source, by_rank)

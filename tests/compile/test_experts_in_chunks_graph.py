@@ -85,6 +85,72 @@ def test_rows_that_are_not_known_to_be_sorted_are_gathered() -> None:
     assert "], False, '" in call
 
 
+class _Runs(DispatchedExperts):
+    """The number of runs is known only when the graph runs."""
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        runs = count.item()
+        torch._check(runs >= 1)
+        lengths = torch.arange(2 * runs) // 2
+        by_rank = lengths.view(runs, 2)
+        total = by_rank.sum(dim=1)
+        arrived = self.exchange(x, [total[0].item(), total[1].item()], [x.shape[0] - 3, 3])
+        starts = (lengths.cumsum(0) - lengths).view(runs, 2).t().reshape(-1)
+        moved = by_rank.t().reshape(-1)
+        segments = torch.arange(moved.shape[0]).repeat_interleave(moved, output_size=arrived.shape[0])
+        ends = moved.cumsum(0) - moved
+        places = starts[segments] + torch.arange(segments.shape[0]) - ends[segments]
+        each = torch.arange(1, 5, dtype=torch.int32)
+        return torch._grouped_mm(arrived[places, :], self.w1.bfloat16().transpose(-2, -1), offs=each)
+
+
+def test_runs_of_unknown_number_are_compiled() -> None:
+    """To compare their number with the number of ranks would fail the compile."""
+    with fake_group(2), planning_for(BOXES["h200"]), torch.no_grad():
+        x = torch.randn(16, SMALL.hidden, dtype=torch.bfloat16)
+        (report,) = reports_of(_Runs(0, 2), x, torch.tensor(2), schedule="chunked")
+    assert not report.sites and not report.notices
+
+
+class _Dropped(DispatchedExperts):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        kept = (scores[:, 0] > 0.1).nonzero().view(-1)
+        return super().forward(x[kept], ids[kept], scores[kept])
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_an_unknown_number_of_sent_rows_is_refused() -> None:
+    for schedule, code in (("chunked", "schedule_not_available"), ("auto", "dynamic_shape")):
+        with fake_group(2), planning_for(BOXES["h200"]), torch.no_grad():
+            (report,) = reports_of(_Dropped(0, 2), *_given(64, SMALL), schedule=schedule)
+        (site,) = report.sites
+        assert site.decision.reasons[0].code == code and not report.notices
+        if schedule == "chunked":
+            assert "messages need a size" in site.decision.reasons[0].text
+
+
+def test_a_dynamic_number_of_tokens_is_overlapped_only_if_the_user_says_so() -> None:
+    """Ranks have different numbers of tokens, so the op cannot choose to run few tokens as written."""
+    found = {}
+    for schedule in ("chunked", "auto"):
+        with fake_group(2), planning_for(BOXES["h200"]), torch.no_grad():
+            given = _given(64, SMALL)
+            for tensor in given:
+                torch._dynamo.mark_dynamic(tensor, 0)
+            (report,) = reports_of(DispatchedExperts(0, 2), *given, schedule=schedule)
+        (site,) = report.sites
+        found[schedule] = site.decision.status, sorted(r.code for r in site.decision.reasons)
+    assert found == {"chunked": ("overlapped", []), "auto": ("kept", ["dynamic_shape", "host_bound"])}
+
+
+def test_a_graph_that_inductor_captures_is_left_as_written() -> None:
+    with fake_group(2), planning_for(BOXES["h200"]), torch.no_grad():
+        with torch._inductor.config.patch({"triton.cudagraphs": True}):
+            (report,) = reports_of(DispatchedExperts(0, 2), *_given(64, SMALL), schedule="chunked")
+    (site,) = report.sites
+    assert "run the graph as a CUDA graph" in site.decision.reasons[0].text
+
+
 @pytest.mark.parametrize(
     ("tokens", "world_size", "schedule"), [(16384, 2, "chunked"), (8192, 2, "keep"), (32768, 4, "keep")]
 )

@@ -83,6 +83,7 @@ def _given(case: Case, rank: int, call: int) -> dict[str, Any]:
         "whole": [torch.randn(WIDTH, generator=drawn)],
         "sent": counts[rank],
         "arrive_sorted": case.arrive_sorted,
+        "site": "site_7",
         "received": received,
     }
 
@@ -156,3 +157,16 @@ def test_a_message_larger_than_its_room_is_refused() -> None:
     messages = messages_of(workspace.launch(0))
     with pytest.raises(UnsupportedError, match="2048 bytes; the workspace has room for 1024"):
         messages.send(0, 1, torch.zeros(512))
+
+
+@pytest.mark.parametrize(
+    ("come", "go", "halves"),
+    [
+        (True, True, ((4, 7), (7, 9))),
+        (True, False, ((4, 9), (9, 9))),
+        (False, True, ((4, 4), (4, 9))),
+        (False, False, ((4, 4), (4, 9))),
+    ],
+)
+def test_own_rows_hide_what_comes_and_what_returns(come: bool, go: bool, halves: Any) -> None:
+    assert experts_launch._halves((4, 9), come, go) == halves

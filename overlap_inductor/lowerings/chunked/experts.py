@@ -37,6 +37,7 @@ from overlap_inductor.sites.sizes import machine_of
 from overlap_inductor.sites.sizes import rounded
 from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.sites.step_emitter import StepEmitter
+from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
 from overlap_inductor.transports.messages import TRANSPORT
 from overlap_inductor.transports.messages import needed
 
@@ -53,8 +54,8 @@ def _is_experts(site: OverlapSite) -> bool:
 
 
 class ExpertsSchedule(OneOpSchedule):
-    """See ``SiteSchedule``. Writes experts and their two exchanges as one op, and other sites as ``OneOpSchedule``
-    does."""
+    """See ``SiteSchedule``. Writes experts and their two exchanges as one op, whose parts may have different sizes.
+    Writes other sites as ``OneOpSchedule`` does."""
 
     def why_not(self, site: OverlapSite, config: OverlapConfig) -> str | None:
         if not _is_experts(site):
@@ -68,6 +69,10 @@ class ExpertsSchedule(OneOpSchedule):
         source = tools.value(nodes.dispatch.input)
         if (reason := self.why_not_between(site.facts.collective.ranks, source.device)) is not None:
             return reason
+        if not has_example(site):
+            return "the number of rows that the rank sends is only known when the graph runs, and messages need a size"
+        if captured_by_inductor():
+            return "the host tells the numbers of rows, but Inductor is set to run the graph as a CUDA graph"
         try:
             program = nodes.operands().program
         except ValueError as error:
@@ -92,11 +97,11 @@ class ExpertsSchedule(OneOpSchedule):
     ) -> list[PlanPiece] | Reason | None:
         if not _is_experts(site):
             return super().where_it_pays(site, config, fewest)
-        if not has_example(site):
+        if not isinstance(site.nodes.tokens, int):
             return Reason(
                 "dynamic_shape",
-                "the sizes are only known when the graph runs, so nothing says how long matmul and transfer take; set"
-                " OVERLAP_INDUCTOR_SCHEDULE=chunked to overlap the site",
+                "the op of experts in chunks cannot choose by the number of rows when the graph runs, because ranks"
+                " have different numbers; set OVERLAP_INDUCTOR_SCHEDULE=chunked to overlap the site at every number",
             )
         return self.forced(site, config) if experts_cost.pays(sizes_at(site), machine_of(site, config)) else None
 

@@ -25,7 +25,7 @@ wait is for something that a peer does in an earlier phase:
 
 So the earliest unfinished phase of all ranks never waits, even if all streams share one hardware queue.
 
-CUDA graphs: the numbers of rows come from the host, so a call cannot be captured.
+CUDA graphs: the numbers of rows come from the host, so a call is not captured (``experts_ops``).
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.messages import spoil_rows
 from overlap_inductor.lowerings.chunked.row_order import RowOrder
 from overlap_inductor.lowerings.chunked.row_order import Rows
+from overlap_inductor.lowerings.uneven_parts import check_parts
+from overlap_inductor.runtime.side_stream import InOrder
+from overlap_inductor.runtime.side_stream import SideStream
 from overlap_inductor.runtime.side_stream import one_call
 from overlap_inductor.runtime.side_stream import receiving_stream
 from overlap_inductor.runtime.side_stream import side_stream
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.sites.row_program import RowProgram
-from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 from overlap_inductor.transports.messages import messages_of
 
@@ -67,6 +69,7 @@ class Experts:
 
     Attributes:
         handed_out: the values that the program returns besides its results, in the order of the experts.
+        alive: tensors that other streams read.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Experts:
         self.handed_out = [
             index.new_empty(bounds[-1], *h.sizes, dtype=getattr(torch, h.dtype)) for h in program.handed_out
         ]
+        self.alive: list[torch.Tensor] = []
 
     def compute(self, piece: Rows, arrived: torch.Tensor) -> torch.Tensor:
         """The results of the rows ``arrived``, which are the arrived rows ``piece``, in the order of the experts. The
@@ -132,6 +136,7 @@ def all_to_all_experts(
     received: Sequence[int],
     arrive_sorted: bool,
     launch: Launch,
+    site: str,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """``(returned rows [sum(sent), program.width], program.handed_out)``.
 
@@ -141,15 +146,39 @@ def all_to_all_experts(
         sent, received: rows of the first exchange to and from each rank. The second exchange returns them.
 
     Raises:
-        UnsupportedError: a row is larger than a message, or a CUDA graph is being captured.
+        ValueError: the numbers of rows do not describe an all-to-all.
+        UnsupportedError: a row is larger than a message.
         TransferError: the group was aborted, for example because a rank did not come in time.
     """
     launch.faults.check()
-    if symmetric.capturing():
-        raise UnsupportedError(
-            f"the numbers of rows {list(sent)} come from the host, so the exchange cannot be captured into a CUDA graph"
+    side, receiving = side_stream(x.device), receiving_stream(x.device)
+    with one_call(launch, side, receiving):
+        check_parts(x.shape[0], sent, received, launch.rank, site)
+        buffer, experts = _computed(
+            x.contiguous(), index, ends, rows, whole, program, sent, received, arrive_sorted, launch, side, receiving
         )
-    world_size, rank, x = launch.world_size, launch.rank, x.contiguous()
+    _spoil(buffer, experts.order.returned, launch)
+    for shared in experts.handed_out:
+        _spoil(shared, experts.order.arrived, launch)
+    return buffer, experts.handed_out
+
+
+def _computed(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    ends: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    whole: Sequence[torch.Tensor],
+    program: RowProgram,
+    sent: Sequence[int],
+    received: Sequence[int],
+    arrive_sorted: bool,
+    launch: Launch,
+    side: SideStream | InOrder,
+    receiving: SideStream | InOrder,
+) -> tuple[torch.Tensor, Experts]:
+    """Launch the call. Returns ``(buffer of the returned rows, the experts)``. The caller joins the streams."""
+    world_size, rank = launch.world_size, launch.rank
     messages, dtype = messages_of(launch), getattr(torch, program.dtype)
     most = messages.room // max(x.shape[1] * x.element_size(), program.width * dtype.itemsize)
     if not most:
@@ -160,54 +189,55 @@ def all_to_all_experts(
     sources = [(rank - step) % world_size for step in range(1, world_size)]
     going = {p: list(_parts(cuts[p], sent[p], most)) for p in peers}
     coming = {s: list(_parts(places[s], received[s], most)) for s in sources}
-    own = places[rank], places[rank + 1]
-    # If no rows come from other ranks, none return, so the own rows stay one piece.
-    half = own[1] - (own[1] - own[0]) // 2 if any(coming.values()) else own[1]
-    halves = [(own[0], half), (half, own[1])]
-    bounds = sorted({0, places[-1], *own, half, *(row for parts in coming.values() for part in parts for row in part)})
-    side, receiving, alive = side_stream(x.device), receiving_stream(x.device), []
-    experts: Experts | None = None
+    halves = _halves((places[rank], places[rank + 1]), any(coming.values()), any(going.values()))
+    ends_of_parts = [row for parts in coming.values() for part in parts for row in part]
+    bounds = sorted({0, places[-1], *(row for half in halves for row in half), *ends_of_parts})
+    alive, experts = [], None
 
     def compute_own(piece: Rows) -> None:
-        there = cuts[rank] - own[0]
+        there = cuts[rank] - places[rank]
         mine = slice(piece[0] + there, piece[1] + there)
         if piece[0] < piece[1]:
             assert experts is not None
             experts.store(piece, experts.compute(piece, x[mine]), buffer[mine])
 
-    with one_call(launch, side, receiving):
-        for turn in range(max(1, *map(len, (*going.values(), *coming.values())))):
-            for peer in peers:
-                for part in going[peer][turn : turn + 1]:
-                    with side:
-                        messages.send(THERE, peer, x[slice(*part)])
-            if experts is None:
-                # After the first sends, because these need nothing from here.
-                experts = Experts(index, ends, rows, whole, program, arrive_sorted, bounds, len(x), launch)
-                compute_own(halves[0])
-            for source in sources:
-                for piece in coming[source][turn : turn + 1]:
-                    messages.wait(THERE, source)
-                    arrived = messages.received(THERE, source, piece[1] - piece[0], x.shape[1], x.dtype)
-                    results = experts.as_arrived(piece, experts.compute(piece, arrived))
-                    messages.taken(THERE, source)
-                    alive.append(results)
-                    with side:
-                        messages.send(BACK, source, results)
-            for peer in peers:
-                for part in going[peer][turn : turn + 1]:
-                    with receiving:
-                        messages.wait(BACK, peer)
-                        buffer[slice(*part)].copy_(
-                            messages.received(BACK, peer, part[1] - part[0], program.width, dtype)
-                        )
-                        messages.taken(BACK, peer)
-        assert experts is not None
-        compute_own(halves[1])
-    _spoil(buffer, experts.order.returned, launch)
-    for shared in experts.handed_out:
-        _spoil(shared, experts.order.arrived, launch)
-    return buffer, experts.handed_out
+    for turn in range(max(1, *map(len, (*going.values(), *coming.values())))):
+        for peer in peers:
+            for part in going[peer][turn : turn + 1]:
+                with side:
+                    messages.send(THERE, peer, x[slice(*part)])
+        if experts is None:
+            # After the first sends, because these need nothing from here.
+            experts = Experts(index, ends, rows, whole, program, arrive_sorted, bounds, len(x), launch)
+            compute_own(halves[0])
+        for source in sources:
+            for piece in coming[source][turn : turn + 1]:
+                messages.wait(THERE, source)
+                arrived = messages.received(THERE, source, piece[1] - piece[0], x.shape[1], x.dtype)
+                results = experts.as_arrived(piece, experts.compute(piece, arrived)).contiguous()
+                messages.taken(THERE, source)
+                # The side stream reads the results until the streams are joined.
+                alive.append(results)
+                with side:
+                    messages.send(BACK, source, results)
+        for peer in peers:
+            for part in going[peer][turn : turn + 1]:
+                with receiving:
+                    messages.wait(BACK, peer)
+                    found = messages.received(BACK, peer, part[1] - part[0], program.width, dtype)
+                    buffer[slice(*part)].copy_(found)
+                    messages.taken(BACK, peer)
+    assert experts is not None
+    compute_own(halves[1])
+    experts.alive = alive
+    return buffer, experts
+
+
+def _halves(own: Rows, some_come: bool, some_go: bool) -> tuple[Rows, Rows]:
+    """The own rows that are computed before and after the rows of other ranks. The first half hides the rows that come,
+    the second half those that return."""
+    half = own[1] - (own[1] - own[0]) // 2 if some_come and some_go else own[1] if some_come else own[0]
+    return (own[0], half), (half, own[1])
 
 
 def _spoil(result: torch.Tensor, rows: torch.Tensor, launch: Launch) -> None:

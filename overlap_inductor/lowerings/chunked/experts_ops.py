@@ -2,7 +2,7 @@
 """The op of schedule ``chunked`` for experts between two exchanges of rows (``experts_launch``).
 
 If there is no workspace for the site, the op runs the plain exchanges and the program's own ops. All ranks do so,
-because their workspaces are alike.
+because their workspaces are alike. In a capture, the op does so, too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.runtime.workspace import workspace_of
 from overlap_inductor.sites.row_program import RowProgram
 from overlap_inductor.sites.row_program import from_text
+from overlap_inductor.torch_compat import symmetric
 from overlap_inductor.torch_compat.distributed import resolve_group
 from overlap_inductor.torch_compat.memory import token_like
 from overlap_inductor.transports.messages import needed
@@ -28,11 +29,19 @@ from overlap_inductor.transports.messages import needed
 Results = tuple[torch.Tensor, Tensors, torch.Tensor]
 
 
-def _ready(x: torch.Tensor, group: dist.ProcessGroup, site: str) -> Launch | None:
-    """The site's launch; ``None`` if the site has no workspace. The call may have any number of rows, because longer
-    parts are sent in several messages."""
+def _ready(x: torch.Tensor, program: RowProgram, group: dist.ProcessGroup, site: str) -> Launch | None:
+    """The site's launch. ``None`` if the site has no workspace, or if a CUDA graph is being captured: the numbers of
+    rows come from the host. The call may have any number of rows, because longer parts are sent in several messages."""
+    if symmetric.capturing():
+        return None
     place = workspace_of(group, x.device)
-    return place.known(("experts", site), lambda: place.launch(site, *needed(group.size(), 1), MESSAGES))
+    row = row_bytes(x, program)
+    return place.known(("experts", site, row), lambda: place.launch(site, *needed(group.size(), row), MESSAGES))
+
+
+def row_bytes(x: torch.Tensor, program: RowProgram) -> int:
+    """Bytes of the longer of a row of ``x`` and a row of the results."""
+    return max(x.shape[1] * x.element_size(), program.width * getattr(torch, program.dtype).itemsize)
 
 
 def _plain(
@@ -72,14 +81,16 @@ def _all_to_all_experts(
     site: str,
 ) -> Results:
     group, token, parsed = resolve_group(group_name), token_like(chain), from_text(program)
-    check_parts(x.shape[0], sent, received, group.rank(), site)
-    launch = _ready(x, group, site)
+    launch = _ready(x, parsed, group, site)
     if launch is None:
+        check_parts(x.shape[0], sent, received, group.rank(), site)
         return *_plain(x, index, ends, rows, whole, parsed, list(sent), list(received), group), token
     from overlap_inductor.lowerings.chunked.experts_launch import all_to_all_experts
 
     with call_order(x.device):
-        return *all_to_all_experts(x, index, ends, rows, whole, parsed, sent, received, arrive_sorted, launch), token
+        return *all_to_all_experts(
+            x, index, ends, rows, whole, parsed, sent, received, arrive_sorted, launch, site
+        ), token
 
 
 def _all_to_all_experts_fake(

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 
 BLOCK, BLOCKS_AN_SM = 4096, 4
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _KERNELS: dict[Any, PreparedKernel] = {}
 
 
 def _fits(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> bool:
     """Whether the kernel can compute the op. It needs contiguous operands that are aligned to 16 bytes."""
     alike = x.shape == y.shape and x.dtype == y.dtype and x.dim() == 2 and ends.dtype == torch.int32
-    return alike and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, y, ends))
+    return x.dtype in DTYPES and alike and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, y, ends))
 
 
 def _silu_times(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

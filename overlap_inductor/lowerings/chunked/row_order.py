@@ -48,8 +48,11 @@ class RowOrder:
         only_ends: bool,
         launch: Launch,
     ) -> None:
-        rows, pieces, experts = bounds[-1], len(bounds) - 1, ends.shape[0]
         self._numbers = {first: number for number, first in enumerate(bounds)}
+        # The kernels are compiled for a number of pieces. Empty pieces at the end keep the number from changing often.
+        pieces = 1 << (len(bounds) - 2).bit_length() if len(bounds) > 1 else 0
+        bounds = [*bounds, *[bounds[-1]] * (pieces + 1 - len(bounds))]
+        rows, experts = bounds[-1], ends.shape[0]
         numbers = _on_device([*bounds, returned], index.device)
         self.arrived, self.returned = numbers[-2:-1], numbers[-1:]
         found, self._ends = index.new_empty(2, pieces, experts, dtype=torch.int32).unbind()
@@ -96,7 +99,7 @@ class _Ends:
     ) -> None:
         pieces, experts = found.shape
         varying = {"index": index, "bounds": bounds, "ends": ends, "found": found}
-        fixed = {"experts": experts, "PIECES": pieces, "BLOCK": _sizes(index)[1]}
+        fixed = {"experts": experts, "pieces": pieces, "BLOCK": _sizes(index)[1]}
         self._count = PreparedKernel(row_order.count_by_expert, pieces * experts, varying, fixed, num_warps=4)
         fixed = {"experts": experts, "EXPERTS": 1 << (experts - 1).bit_length()}
         self._sum = PreparedKernel(
@@ -119,7 +122,7 @@ class _Places:
         blocks, block = _sizes(index)
         pieces = counts.numel() // blocks
         counted = {"index": index, "bounds": bounds, "counts": counts}
-        grid = {"PIECES": pieces, "BLOCKS": blocks, "BLOCK": block}
+        grid = {"pieces": pieces, "BLOCKS": blocks, "BLOCK": block}
         self._count = PreparedKernel(row_order.count_rows, pieces * blocks, counted, grid, num_warps=4)
         varying = counted | dict(zip(("ordered", "places", "back"), placed))
         self._place = PreparedKernel(row_order.place_rows, pieces * blocks, varying, grid, num_warps=4)

@@ -41,8 +41,8 @@ from overlap_inductor.transports.transport import Exchanges
 
 _PIECES_OF_EXPERTS = (
     "no other schedule is estimated to pay. On GPUs, the host needs several times as long to launch the ring's pieces"
-    " of an expert layer as the GPU needs for the whole layer. Set OVERLAP_INDUCTOR_SCHEDULE=chunked (on NVLink) or ring"
-    " to overlap the site nevertheless"
+    " of an expert layer as the GPU needs for the whole layer. Set OVERLAP_INDUCTOR_SCHEDULE=chunked (on NVLink) or"
+    " ring to overlap the site nevertheless"
 )
 """On 4 H200s, a layer of 64 experts took 24 ms as a ring and 2.2 ms as written (bench/results/experts.jsonl)."""
 

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks, on GPUs, layers of experts between two exchanges in schedule ``chunked``: outputs and gradients against fp64,
+with every load of the experts, and repeated calls with late ranks.
+
+    torchrun --nproc-per-node 2 -m tests.gpu.check_experts [--rounds 3] [--seed 0]
+
+A result may be 1.5 times as far from fp64 as that of the plain compiled layer, plus ``SLACK``. Each check prints one
+JSON row. A row with problems ends the script with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.experts import compiled
+from bench.support.experts import DispatchedExperts
+from bench.support.experts import ExpertSizes
+from bench.support.gpu_ranks import device
+from bench.support.gpu_ranks import finish_rank
+from bench.support.gpu_ranks import start_rank
+from tests.support.expert_layers import LOADS
+
+SIZES = ExpertSizes(experts=8, chosen=2, hidden=256, inner=384)
+TOKENS = (64, 300, 1000)
+SLACK = 0.02
+"""A difference relative to the largest element of the exact tensor, or to 1 if this element is smaller."""
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _given(tokens: int, loads: str, rank: int, seed: int) -> Given:
+    drawn = torch.Generator().manual_seed(1000 * seed + rank)
+    x = torch.randn(tokens, SIZES.hidden, generator=drawn).to(torch.bfloat16)
+    ids, scores = LOADS[loads](tokens, drawn), torch.rand(tokens, SIZES.chosen, generator=drawn)
+    return x.to(device()), ids.to(device()), scores.to(device())
+
+
+def _results(layer: DispatchedExperts, call: Callable[..., torch.Tensor], given: Given) -> dict[str, torch.Tensor]:
+    """The output, and the gradients of the tokens, of the scores and of the experts' weights."""
+    layer.zero_grad()
+    x, ids, scores = given[0].clone().requires_grad_(), given[1], given[2].clone().requires_grad_()
+    out = call(x, ids, scores)
+    out.float().sin().sum().backward()
+    weights = {name: p.grad for name, p in layer.named_parameters() if name in ("w1", "w2", "w3")}
+    return {"output": out.detach(), "x": x.grad, "scores": scores.grad, **weights}  # type: ignore[dict-item]
+
+
+def _exact(layer: DispatchedExperts, given: list[Given], rank: int) -> dict[str, torch.Tensor]:
+    """``_results`` in fp64. A weight's gradient is the sum over the tokens of all ranks (``given``)."""
+    weights = [w.to(device(), torch.bfloat16).double().requires_grad_() for w in layer.all_weights]
+    found: dict[str, torch.Tensor] = {}
+    for other, (x, ids, scores) in enumerate(given):
+        x, scores = x.double().requires_grad_(), scores.double().requires_grad_()
+        out = layer.whole(x, ids, scores, weights)
+        out.sin().sum().backward()
+        if other == rank:
+            found = {"output": out.detach(), "x": x.grad, "scores": scores.grad}  # type: ignore[dict-item]
+    return found | {name: w.grad[layer.own] for name, w in zip(("w1", "w2", "w3"), weights)}  # type: ignore[index]
+
+
+def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).abs().max() / exact.abs().max().clamp(min=1))
+
+
+def problems_of(layer: DispatchedExperts, calls: dict[str, Any], tokens: int, loads: str, seed: int) -> list[str]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    given = [_given(tokens, loads, r, seed) for r in range(world_size)]
+    exact = _exact(layer, given, rank)
+    found = {name: _results(layer, call, given[rank]) for name, call in calls.items()}
+    problems = []
+    for name, wanted in exact.items():
+        chunked, plain = (_off(found[how][name], wanted) for how in ("chunked", "plain"))
+        if not chunked <= 1.5 * plain + SLACK:
+            problems.append(f"{name} off by {chunked:.3g}, plain by {plain:.3g}")
+    return problems
+
+
+def late(layer: DispatchedExperts, call: Callable[..., torch.Tensor], rounds: int) -> list[str]:
+    """Repeat calls while one rank after the other is late. Returns the problems. The results of experts are added to
+    tokens in any order, so repeated results are close, not equal."""
+    problems, rank = [], dist.get_rank()
+    with torch.no_grad():
+        for number in range(rounds * 20):
+            given = _given(TOKENS[number % len(TOKENS)], "uneven", rank, number % 5)
+            first = call(*given)
+            if number % dist.get_world_size() == rank:
+                torch.cuda._sleep(2_000_000)
+            again = call(*given)
+            if not (off := _off(again, first.double())) <= 0.05:
+                problems.append(f"call {number}: off by {off:.3g}")
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests.gpu.check_experts", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rank, _ = start_rank(120.0)
+    torch._dynamo.config.capture_scalar_outputs = True
+    torch._dynamo.config.recompile_limit = 64
+    layer = DispatchedExperts(rank, dist.get_world_size(), shared=True, sizes=SIZES).to(device(), torch.bfloat16)
+    calls = {"chunked": compiled(layer, schedule="chunked", mode="strict"), "plain": compiled(layer, mode="off")}
+    wrong = 0
+    for number in range(options.rounds):
+        for loads in LOADS:
+            tokens = TOKENS[number % len(TOKENS)]
+            found = problems_of(layer, calls, tokens, loads, options.seed + number)
+            wrong += len(found)
+            print(json.dumps({"rank": rank, "loads": loads, "tokens": tokens, "problems": found}), flush=True)
+    found = late(layer, calls["chunked"], options.rounds)
+    print(json.dumps({"rank": rank, "check": "late", "problems": found}), flush=True)
+    finish_rank()
+    return 1 if wrong or found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
