@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, on GPUs, layers of experts between two exchanges in schedule ``chunked``: outputs and gradients against fp64,
-with every load of the experts, and repeated calls with late ranks.
+"""Checks, on GPUs, layers of experts between two exchanges in schedule ``chunked``. Outputs and gradients are compared
+with fp64, with every load of the experts. Calls are repeated with late ranks.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_experts [--rounds 3] [--seed 0]
 

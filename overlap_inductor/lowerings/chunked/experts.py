@@ -100,8 +100,8 @@ class ExpertsSchedule(OneOpSchedule):
         if not isinstance(site.nodes.tokens, int):
             return Reason(
                 "dynamic_shape",
-                "the op of experts in chunks cannot choose by the number of rows when the graph runs, because ranks"
-                " have different numbers; set OVERLAP_INDUCTOR_SCHEDULE=chunked to overlap the site at every number",
+                "ranks have different numbers of rows, so the op of experts in chunks cannot choose by the number when"
+                " the graph runs. Set OVERLAP_INDUCTOR_SCHEDULE=chunked to overlap the site at every number",
             )
         return self.forced(site, config) if experts_cost.pays(sizes_at(site), machine_of(site, config)) else None
 
