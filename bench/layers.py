@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -123,9 +124,10 @@ def sizes_of(options: argparse.Namespace, ranks: int) -> Sizes:
 
 def on_link(options: argparse.Namespace, number: int, flops: float) -> tuple[int, Settings]:
     """``(rate of the link in Mbit/s, settings of each rank)`` for entry ``number`` of ``--ranks``. ``flops``: the rate
-    of matmuls."""
+    of matmuls of one rank on a core of its own."""
     ranks = options.ranks[number]
-    sizes = sizes_of(options, ranks)
+    # Several ranks may share a core. Then each multiplies at a part of the measured rate.
+    sizes, flops = sizes_of(options, ranks), flops * min(1.0, len(os.sched_getaffinity(0)) / ranks)
     megabits = options.megabits[number] if options.megabits else equal_megabits(sizes, ranks, flops)
     machine = json.dumps({"link_bytes": megabits * 1e6 / 8, "matmul_flops": {"4": flops}})
     return megabits, settings_of(options, sizes, f"{megabits} Mbit/s", machine)
