@@ -124,10 +124,9 @@ def sizes_of(options: argparse.Namespace, ranks: int) -> Sizes:
 
 def on_link(options: argparse.Namespace, number: int, flops: float) -> tuple[int, Settings]:
     """``(rate of the link in Mbit/s, settings of each rank)`` for entry ``number`` of ``--ranks``. ``flops``: the rate
-    of matmuls of one rank on a core of its own."""
+    of a rank's matmuls."""
     ranks = options.ranks[number]
-    # Several ranks may share a core. Then each multiplies at a part of the measured rate.
-    sizes, flops = sizes_of(options, ranks), flops * min(1.0, len(os.sched_getaffinity(0)) / ranks)
+    sizes = sizes_of(options, ranks)
     megabits = options.megabits[number] if options.megabits else equal_megabits(sizes, ranks, flops)
     machine = json.dumps({"link_bytes": megabits * 1e6 / 8, "matmul_flops": {"4": flops}})
     return megabits, settings_of(options, sizes, f"{megabits} Mbit/s", machine)
@@ -165,6 +164,11 @@ def matmul_rate() -> float:
     return float(f"{2 * 1024**3 / seconds:.1e}")
 
 
+def rate_of_a_rank(flops: float, ranks: int, cores: int) -> float:
+    """The rate of a rank's matmuls, if one thread on a core of its own has the rate ``flops``. Ranks may share cores."""
+    return flops * min(1.0, cores / ranks)
+
+
 def equal_megabits(sizes: Sizes, ranks: int, flops: float) -> int:
     """The rate of the link at which the two all-reduces of a decoder layer's forward take as long as its matmuls. The
     rate does not depend on the number of tokens. Returns Mbit/s, a multiple of 50."""
@@ -191,7 +195,7 @@ def on_slow_link(options: argparse.Namespace) -> None:
         raise SystemExit(reason)
     out, flops = options.out or rows.RESULTS / "layers_slow_link.jsonl", matmul_rate()
     for number, ranks in enumerate(options.ranks):
-        megabits, settings = on_link(options, number, flops)
+        megabits, settings = on_link(options, number, rate_of_a_rank(flops, ranks, len(os.sched_getaffinity(0))))
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as name, link.slow_hosts(ranks, megabits) as hosts:
             folder, found = Path(name), []

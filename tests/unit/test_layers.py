@@ -66,6 +66,7 @@ def test_the_link_s_rate_makes_matmuls_and_transfers_take_equally_long() -> None
     seconds_of_matmuls, seconds_of_transfers = 12.84e6 / 1e11, 2 * 1024 * 4 / (500e6 / 8)
     assert seconds_of_matmuls == pytest.approx(seconds_of_transfers, rel=0.05)
     assert layers.on_link(options, 1, 1e11)[0] == 750
+    assert [layers.rate_of_a_rank(8.0, ranks, 2) for ranks in (1, 2, 4)] == [8, 8, 4]
     assert layers.on_link(layers.parsed(["--kv-heads", "8"]), 0, 1e11)[0] == 550
 
 
