@@ -165,7 +165,7 @@ def matmul_rate() -> float:
 
 
 def rate_of_a_rank(flops: float, ranks: int, cores: int) -> float:
-    """The rate of a rank's matmuls, if one thread on a core of its own has the rate ``flops``. Ranks may share cores."""
+    """The rate of a rank's matmuls. A thread on a core of its own has the rate ``flops``; ranks may share cores."""
     return flops * min(1.0, cores / ranks)
 
 
