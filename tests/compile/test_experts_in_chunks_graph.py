@@ -152,18 +152,22 @@ def test_a_graph_that_inductor_captures_is_left_as_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "world_size", "schedule"), [(16384, 2, "chunked"), (8192, 2, "keep"), (32768, 4, "keep")]
+    ("tokens", "world_size", "trained", "schedule"),
+    [(16384, 2, False, "chunked"), (8192, 2, False, "keep"), (32768, 4, False, "keep"), (32768, 2, True, "keep")],
 )
-def test_auto_counts_the_launches(tokens: int, world_size: int, schedule: str) -> None:
-    """On 2 H200s, chunks of a layer of 64 experts gain with 16384 tokens. With 8192 tokens, the host is the limit."""
-    with fake_group(world_size), planning_for(BOXES["h200"]), torch.no_grad():
+def test_auto_counts_launches_and_copies(tokens: int, world_size: int, trained: bool, schedule: str) -> None:
+    """On 2 H200s, chunks of a layer of 64 experts gain with 16384 tokens. With 8192 tokens, the host is the limit.
+    In training, the values that are saved for the backward graph are copied into the order of the experts."""
+    with fake_group(world_size), planning_for(BOXES["h200"]), torch.set_grad_enabled(trained):
         layer = DispatchedExperts(0, world_size, sizes=ExpertSizes(experts=64, chosen=8)).bfloat16()
         for name, shape in (("w1", (1024, 2048)), ("w2", (2048, 1024)), ("w3", (1024, 2048))):
             weight = torch.empty(64 // world_size, *shape, dtype=torch.bfloat16)
             setattr(layer, name, torch.nn.Parameter(weight))
         sizes = ExpertSizes(experts=64, chosen=8, hidden=2048, inner=1024)
-        (report,) = reports_of(layer, *_given(tokens // world_size, sizes), schedule="auto")
-    (site,) = report.sites
-    assert [p.schedule for p in site.decision.plan] == [schedule]
-    if schedule == "keep":
-        assert site.decision.reasons[0].code == "host_bound"
+        reports = reports_of(layer, *_given(tokens // world_size, sizes, trained), schedule="auto")
+    assert len(reports) == 1 + trained
+    for report in reports:
+        (site,) = report.sites
+        assert [p.schedule for p in site.decision.plan] == [schedule]
+        if schedule == "keep":
+            assert site.decision.reasons[0].code == "host_bound"

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from operator import getitem
 from typing import Any
@@ -90,7 +91,7 @@ class ExpertsSchedule(OneOpSchedule):
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
         if not _is_experts(site):
             return super().seconds(site, config)
-        return experts_cost.seconds(sizes_at(site), machine_of(site, config))
+        return experts_cost.seconds(sizes_at(site), machine_of(site, config), _copied_bytes(site))
 
     def where_it_pays(
         self, site: OverlapSite, config: OverlapConfig, fewest: int = 0
@@ -103,7 +104,8 @@ class ExpertsSchedule(OneOpSchedule):
                 "ranks have different numbers of rows, so the op of experts in chunks cannot choose by the number when"
                 " the graph runs. Set OVERLAP_INDUCTOR_SCHEDULE=chunked to overlap the site at every number",
             )
-        return self.forced(site, config) if experts_cost.pays(sizes_at(site), machine_of(site, config)) else None
+        pays = experts_cost.pays(sizes_at(site), machine_of(site, config), _copied_bytes(site))
+        return self.forced(site, config) if pays else None
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
         if not _is_experts(site):
@@ -141,6 +143,14 @@ class ExpertsSchedule(OneOpSchedule):
         returned, shared, chain = (emit.call(getitem, out, i) for i in range(3))
         replaced = {n: emit.call(getitem, shared, i) for i, n in enumerate(handed_out)}
         return chain, {nodes.combine.wait: returned, nodes.combine.node: returned, **replaced}
+
+
+def _copied_bytes(site: OverlapSite) -> float:
+    """Bytes of the values that the op copies into the order of the experts, or takes from it, if as many rows arrive as
+    the rank sends."""
+    nodes = nodes_of(site, DispatchedNodes)
+    copied = (tools.value(n) for n in (*nodes.handed_out(), *nodes.operands().rows))
+    return float(sum(hint(nodes.tokens) * math.prod(t.shape[1:]) * t.element_size() for t in copied))
 
 
 def _result_bytes(nodes: DispatchedNodes) -> int:

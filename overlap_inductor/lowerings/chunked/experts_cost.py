@@ -20,17 +20,31 @@ RANKS = 2
 """The largest measured group."""
 
 
-def seconds(sizes: SiteSizes, machine: Machine) -> float:
-    """The longer of matmuls and transfers, and an exposed fraction of the shorter one. Each piece but the first reads
-    the weights of all experts again. The call takes at least as long as the host needs to launch it."""
+COPIES = 0.4
+"""Part of the memory's rate at which values are copied into, or taken from, the order of the experts. It was not
+measured in this op; kernels of ``index_copy_`` are slow."""
+
+
+def seconds(sizes: SiteSizes, machine: Machine, copied: float) -> float:
+    """The sum of
+
+    - the longer of matmuls and transfers
+    - an exposed fraction of the shorter one
+    - the copies of values that other nodes read, and of saved values that the experts read: ``copied`` bytes
+
+    Each piece but the first reads the weights of all experts again. The call takes at least as long as the host needs
+    to launch it.
+    """
     matmul = matmul_seconds(sizes, machine) + sizes.world_size * sizes.weights / machine.memory_bytes
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
+    copies = 2 * copied / (COPIES * machine.memory_bytes)
     host = HOST_SECONDS + (sizes.world_size - 1) * PEER_SECONDS
-    return max(max(matmul, wire) + EXPOSED * min(matmul, wire), host)
+    return max(max(matmul, wire) + EXPOSED * min(matmul, wire) + copies, host)
 
 
-def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether the call is estimated to be more than 5 % faster than ``keep`` (25 % in groups larger than those
-    measured)."""
+def pays(sizes: SiteSizes, machine: Machine, copied: float) -> bool:
+    """Whether the call is estimated to be more than 5 % faster than ``keep``. It must be 25 % in groups larger than those
+    measured, and if values are copied, as in training, which was not timed."""
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    return seconds(sizes, machine) * (MARGIN if sizes.world_size <= RANKS else MARGIN_UNMEASURED) < keep
+    measured = sizes.world_size <= RANKS and not copied
+    return seconds(sizes, machine, copied) * (MARGIN if measured else MARGIN_UNMEASURED) < keep
