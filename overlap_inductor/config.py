@@ -144,7 +144,8 @@ class OverlapConfig:
 
     machine: str | None = _key(None)
     """The path of a JSON file, or a JSON object, with figures of this job's ranks and links, such as ``{"link_bytes":
-    6.25e7}``. ``auto`` estimates with them. Other figures keep their shipped values. The field holds the file's
+    6.25e7}``. ``auto`` estimates with them, and so does a
+    forced ring on a CPU. Other figures keep their shipped values. The field holds the file's
     content, so cache keys depend on the content."""
 
     dump: str | None = _no_key(None)

@@ -102,7 +102,7 @@ class Comparison:
 
     def count(self) -> bool:
         """Count one call of a settled plan, with little host time. Returns False if ``call`` must first decide whether
-        the graph may run."""
+        the graph may run. Raises ``AgreementError`` if the store has failed, for example because a rank died."""
         if self.settled is None or any(s.apart for s, _, _ in self.settled):
             return False
         for state, _, collectives in self.settled:
@@ -111,9 +111,12 @@ class Comparison:
             # This rank may have to skip calls (``call_board.catch_up``).
             self.counted = True
             return False
-        for state, constant, _ in self.settled:
-            if self.every_call or state.page is not None:
-                state.publish(f"{constant}:{state.passed}:{state.place}", watched=False)
+        try:
+            for state, constant, _ in self.settled:
+                if self.every_call or state.page is not None:
+                    state.publish(f"{constant}:{state.passed}:{state.place}", watched=False)
+        except dist.DistError as error:
+            raise self._lost(error) from error
         if not self.tied:
             return True
         state, constant, _ = self.settled[0]
@@ -139,11 +142,14 @@ class Comparison:
         try:
             return self._call()
         except dist.DistError as error:
-            names = ", ".join(repr(g.group_name) for g in self.groups)
-            raise AgreementError(
-                f"rank {dist.get_rank()} cannot read the plans of group {names}: {error}. A rank probably died; see its"
-                " own log first."
-            ) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> AgreementError:
+        names = ", ".join(repr(g.group_name) for g in self.groups)
+        return AgreementError(
+            f"rank {dist.get_rank()} cannot read the plans of group {names}: {error}. A rank probably died; see its"
+            " own log first."
+        )
 
     def _call(self) -> Outcome:
         if self.withdrawn:

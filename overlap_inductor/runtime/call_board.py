@@ -209,6 +209,8 @@ def values(state: GroupState, mine: ExchangePlan, deadline: float) -> dict[int, 
                 # later call.
                 if state.all_publish(expected):
                     return dict.fromkeys(peers(state.group), expected)
+                if not _read(state, mine, waiting, found) and not waiting:
+                    return found
                 state.apart = store.get(f"{state.prefix}/apart").decode()
             off = any(p.mode == "off" for p in plans(state, found, mine).values())
             if now > deadline or state.apart or off:

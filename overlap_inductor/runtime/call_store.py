@@ -16,8 +16,8 @@ from overlap_inductor.runtime.call_page import Overwritten
 from overlap_inductor.torch_compat.distributed import group_store
 
 KEPT_CALLS = 64
-"""Number of this rank's newest calls whose keys stay in the store. In a CPU group no rank is this many calls behind,
-because each call holds a collective, which blocks the host until all ranks have joined it."""
+"""Number of this rank's newest calls whose watched counts and verdicts stay in the store. In a CPU group no rank is
+this many calls behind, because each call holds a collective, which blocks the host until all ranks have joined it."""
 
 
 class CallStore:

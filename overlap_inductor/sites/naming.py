@@ -14,7 +14,7 @@ _ROOT = r"^(L\['self'\]|L\['args'\]\[0\]|L__self__|self)\.?"
 _WRAPPERS = re.compile(_ROOT + r"|\._orig_mod|_orig_mod\.?|_checkpoint_wrapped_module\.?")
 
 
-_ADDRESS = re.compile(r"_(0x[0-9a-f]{8,}|\d{12,})(?=$|[.\]'_])")
+_ADDRESS = re.compile(r"_(0x[0-9a-f]{8,}|\d{9,})(?=$|[.\]'_])")
 """The address of an object in a name. Dynamo writes it into names of some globals. It differs between processes."""
 
 

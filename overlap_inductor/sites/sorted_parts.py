@@ -95,7 +95,7 @@ def _counts(rows: Any, rank: int, by_rank: fx.Node) -> bool:
     total = one.args[0]
     while total.target in _COPIES and not tools.dtype(total).is_floating_point:
         total = total.args[0]
-    if total.target is not aten.sum.dim_IntList or list(total.args[1]) not in ([1], [-1]) or len(total.args) > 2:
+    if total.target is not aten.sum.dim_IntList or len(total.args) != 2 or total.args[1] not in ([1], [-1]):
         return False
     source = total.args[0]
     return tools.is_reshape(source) and source.args[0] is by_rank.args[0] and tools.same_shape(source, by_rank)

@@ -134,3 +134,21 @@ def test_a_looping_all_reduce_has_the_same_order(gpu: bool, monkeypatch: pytest.
     order = [posts[0], bands[0], posts[1], bands[1], posts[2], bands[2]]
     later = [posts[0], posts[1], bands[0], posts[2], bands[1], bands[2]]
     assert events[:9] == [event for step in (later if gpu else order) for event in step]
+
+
+def test_a_ring_without_a_looping_op_takes_fewer_sub_chunks_before_it_is_refused() -> None:
+    """By its estimate, the ring has more sub-chunks than fit into the graph's budget of nodes."""
+    found = {}
+    for budget in (3000, 40):
+        with fake_group(4):
+            made = HandGraph()
+            x, w = (made.on("cpu", *shape, dtype=torch.bfloat16, name=n) for n, shape in _OPERANDS.items())
+            result = made.scatter(made.call(torch.ops.aten.relu.default, made.mm(x, w)))
+            report = made.output(result).run(schedule="ring", step_node_budget=budget, machine=SLOW_LINK)
+        (site,) = report.sites
+        found[budget] = site.decision.status, site.decision.moving.parameters["sub_chunks"]
+    assert found[3000][0] == found[40][0] == "overlapped"
+    assert found[40][1] < found[3000][1]
+
+
+_OPERANDS = {"x": (256, 512), "w": (512, 256)}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from overlap_inductor.errors import AgreementError
 from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.runtime import agreement
 from overlap_inductor.runtime import call_store
@@ -113,3 +114,31 @@ def _far_ahead(rank: int, world_size: int) -> list[str | None]:
 def test_a_value_is_read_only_for_its_own_call() -> None:
     """A value stays in the store until a later call takes its key."""
     assert run_ranks(2, _far_ahead)[0] == ["early:0:0:0", None, "late:0:0:0"]
+
+
+class _Dead:
+    def __getattr__(self, name: str) -> Any:
+        def fail(*arguments: Any, **named: Any) -> Any:
+            raise dist.DistNetworkError("broken pipe")
+
+        return fail
+
+
+def _without_store(rank: int, world_size: int) -> list[str]:
+    comparison = _comparison(KEPT)
+    for _ in range(2):
+        _run(comparison)
+    dist.barrier()
+    call_store.group_store = lambda group: _Dead()
+    found = []
+    for call in (comparison.count, comparison.call):
+        try:
+            call()
+        except AgreementError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_lost_store_is_an_error_of_the_package() -> None:
+    for found in run_ranks(2, _without_store, timeout=60):
+        assert found and all("A rank probably died" in text for text in found)

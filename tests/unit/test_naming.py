@@ -51,3 +51,19 @@ def test_a_module_has_the_name_that_its_user_gives_it(kind: type[nn.Module]) -> 
     torch._dynamo.reset()
     torch.compile(kind(), backend=read)(torch.ones(2, 4))
     assert names == ["layers.0.0"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("G['___unnamed_scope_139614768975296_c0']['layer']", "G.___unnamed_scope_c0.layer"),
+        ("G['fn_4391234567_c0']", "G.fn_c0"),
+        ("L['self'].experts_12345678", "experts_12345678"),
+        ("L['self'].conv0xbad", "conv0xbad"),
+    ],
+)
+def test_addresses_are_left_out_of_names(path: str, name: str) -> None:
+    """They differ between processes. Other numbers belong to the user's names."""
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["nn_module_stack"] = {"": (path, torch.nn.Module)}
+    assert module_of(node) == name

@@ -150,7 +150,7 @@ def _copied_bytes(site: OverlapSite) -> float:
     the rank sends."""
     nodes = nodes_of(site, DispatchedNodes)
     copied = (tools.value(n) for n in (*nodes.handed_out(), *nodes.operands().rows))
-    return float(sum(hint(nodes.tokens) * math.prod(t.shape[1:]) * t.element_size() for t in copied))
+    return float(sum(rounded(hint(nodes.tokens)) * math.prod(t.shape[1:]) * t.element_size() for t in copied))
 
 
 def _result_bytes(nodes: DispatchedNodes) -> int:

@@ -229,7 +229,7 @@ def _computed(
                     messages.taken(BACK, peer)
     assert experts is not None
     compute_own(halves[1])
-    experts.alive = alive
+    experts.alive = [x, *alive]
     return buffer, experts
 
 

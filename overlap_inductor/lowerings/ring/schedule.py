@@ -243,9 +243,9 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     """Decide which rings are unrolled, and write that into their decisions. The others become looping ops.
 
     A ring is unrolled if its nodes fit into what is left of the graph's ``budget``. Rings without a looping op are
-    decided first, in graph order. Then come the rings with a looping op, in graph order. A ring whose plan has the
-    parameter ``min_rows`` is never unrolled. If a later pass moves nodes (``moving_pass``), no ring is unrolled. A site
-    that can be neither unrolled nor looped is refused.
+    decided first, in graph order. They take fewer sub-chunks if they do not fit otherwise. Then come the rings with a
+    looping op, in graph order. A ring whose plan has the parameter ``min_rows`` is never unrolled. If a later pass
+    moves nodes (``moving_pass``), no ring is unrolled. A site that can be neither unrolled nor looped is refused.
 
     Ranks may decide differently for two reasons:
 
@@ -260,6 +260,8 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}
     left = budget
     for site in sorted(rings, key=lambda s: loopable[s.facts.id]):
+        if not loopable[site.facts.id]:
+            _cut_less(site, left)
         decision, cost = site.decision, unrolled_nodes(site)
         dynamic = any("min_rows" in p.parameters for p in decision.plan)
         unroll = cost is not None and cost <= left and not dynamic and mover is None
@@ -288,3 +290,17 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
         for piece in decision.plan:
             if piece.schedule == "ring":
                 piece.parameters["unrolled"] = unroll
+
+
+def _cut_less(site: DecidedSite, budget: int) -> None:
+    """Halve the number of the site's sub-chunks until its steps fit into ``budget`` nodes. If not even one sub-chunk
+    fits, the plan stays."""
+    rings = [p for p in site.decision.plan if p.schedule == "ring" and "bands" not in p.parameters]
+    if len(rings) != len([p for p in site.decision.plan if p.schedule == "ring"]) or not rings:
+        return
+    for parts in cost_of_ring.halved(site.decision.moving.parameters["sub_chunks"]):
+        cost = unrolled_nodes(site, parts)
+        if cost is not None and cost <= budget:
+            for piece in rings:
+                piece.parameters["sub_chunks"] = parts
+            return
