@@ -135,7 +135,7 @@ class RingSchedule:
         return None
 
     def fit(self, sites: list[DecidedSite], config: OverlapConfig) -> None:
-        fit_budget(sites, config.step_node_budget)
+        fit_budget(sites, config.step_node_budget, config.sub_chunks == "auto")
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> None:
         return None
@@ -239,12 +239,12 @@ def unrolled_nodes(site: DecidedSite, parts: int | None = None) -> int | None:
     return form_of(site).unrolled_nodes(site, parts or parameters["sub_chunks"], parameters["route"])
 
 
-def fit_budget(rings: list[DecidedSite], budget: int) -> None:
+def fit_budget(rings: list[DecidedSite], budget: int, may_cut_less: bool) -> None:
     """Decide which rings are unrolled, and write that into their decisions. The others become looping ops.
 
     A ring is unrolled if its nodes fit into what is left of the graph's ``budget``. Rings without a looping op are
-    decided first, in graph order. They take fewer sub-chunks if they do not fit otherwise. Then come the rings with a
-    looping op, in graph order. A ring whose plan has the parameter ``min_rows`` is never unrolled. If a later pass
+    decided first, in graph order. They take fewer sub-chunks if they do not fit otherwise, unless the user has set the
+    number (``may_cut_less`` is then false). Then come the rings with a looping op, in graph order. A ring whose plan has the parameter ``min_rows`` is never unrolled. If a later pass
     moves nodes (``moving_pass``), no ring is unrolled. A site that can be neither unrolled nor looped is refused.
 
     Ranks may decide differently for two reasons:
@@ -260,7 +260,7 @@ def fit_budget(rings: list[DecidedSite], budget: int) -> None:
     loopable = {s.facts.id: form_of(s).loopable(s) for s in rings}
     left = budget
     for site in sorted(rings, key=lambda s: loopable[s.facts.id]):
-        if not loopable[site.facts.id]:
+        if may_cut_less and not loopable[site.facts.id]:
             _cut_less(site, left)
         decision, cost = site.decision, unrolled_nodes(site)
         dynamic = any("min_rows" in p.parameters for p in decision.plan)
