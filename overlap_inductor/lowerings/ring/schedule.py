@@ -244,8 +244,9 @@ def fit_budget(rings: list[DecidedSite], budget: int, may_cut_less: bool) -> Non
 
     A ring is unrolled if its nodes fit into what is left of the graph's ``budget``. Rings without a looping op are
     decided first, in graph order. They take fewer sub-chunks if they do not fit otherwise, unless the user has set the
-    number (``may_cut_less`` is then false). Then come the rings with a looping op, in graph order. A ring whose plan has the parameter ``min_rows`` is never unrolled. If a later pass
-    moves nodes (``moving_pass``), no ring is unrolled. A site that can be neither unrolled nor looped is refused.
+    number (``may_cut_less`` is then false). Then come the rings with a looping op, in graph order. A ring whose plan
+    has the parameter ``min_rows`` is never unrolled. If a later pass moves nodes (``moving_pass``), no ring is
+    unrolled. A site that can be neither unrolled nor looped is refused.
 
     Ranks may decide differently for two reasons:
 
