@@ -13,6 +13,7 @@ import torch
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings.chunked import experts_launch
+from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.sites.row_program import HandedOut
 from overlap_inductor.sites.row_program import RowProgram
 from overlap_inductor.transports.messages import messages_of
@@ -83,7 +84,6 @@ def _given(case: Case, rank: int, call: int) -> dict[str, Any]:
         "whole": [torch.randn(WIDTH, generator=drawn)],
         "sent": counts[rank],
         "arrive_sorted": case.arrive_sorted,
-        "site": "site_7",
         "received": received,
     }
 
@@ -104,6 +104,10 @@ def _expected(case: Case, rank: int, call: int) -> tuple[torch.Tensor, torch.Ten
     return torch.cat([results[p][rank] for p in ranks]), products[rank]
 
 
+def _call(given: dict[str, Any], launch: Launch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return experts_launch.all_to_all_experts(experts_launch.Layer(**given, program=PROGRAM), launch, "site_7")
+
+
 def _rank(rank: int, workspace: SharedWorkspace, case: Case, right: torch.Tensor) -> None:
     launch, run = workspace.launch(rank), RowProgram.run
     for call in range(CALLS):
@@ -114,7 +118,7 @@ def _rank(rank: int, workspace: SharedWorkspace, case: Case, right: torch.Tensor
             return run(self, rows, whole, found)
 
         RowProgram.run = recorded  # type: ignore[method-assign]
-        returned, (product,) = experts_launch.all_to_all_experts(**given, program=PROGRAM, launch=launch)
+        returned, (product,) = _call(given, launch)
         launch.faults.check()
         wanted, handed_out = _expected(case, rank, call)
         total = torch.tensor(ends, dtype=torch.long).view(-1, EXPERTS).sum(0).tolist()
@@ -138,12 +142,12 @@ def _alone(rank: int, workspace: SharedWorkspace, case: Case, spoilt: torch.Tens
     if rank:
         return
     launch = workspace.launch(rank, patience_ns=200_000)
-    returned, (product,) = experts_launch.all_to_all_experts(**_given(case, rank, 0), program=PROGRAM, launch=launch)
+    returned, (product,) = _call(_given(case, rank, 0), launch)
     spoilt[0] = bool(returned.isnan().all()) and bool(product.isnan().all())
     with pytest.raises(TransferError, match="site_7"):
         launch.faults.check()
     with pytest.raises(TransferError):
-        experts_launch.all_to_all_experts(**_given(case, rank, 0), program=PROGRAM, launch=launch)
+        _call(_given(case, rank, 0), launch)
 
 
 def test_a_missing_rank_spoils_the_results() -> None:

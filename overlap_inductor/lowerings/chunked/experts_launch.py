@@ -34,6 +34,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -56,15 +57,36 @@ THERE, BACK = 0, 1
 """Lanes of the messages: rows for the experts, and the experts' results."""
 
 
+@dataclass(frozen=True)
+class Layer:
+    """The arguments of one call.
+
+    Attributes:
+        x: ``[sum(sent), width]``, rows of whole 16-byte words.
+        index, ends, rows, whole, program, arrive_sorted: see ``Experts``.
+        sent, received: rows of the first exchange to and from each rank. The second exchange returns them.
+    """
+
+    x: torch.Tensor
+    index: torch.Tensor
+    ends: torch.Tensor
+    rows: Sequence[torch.Tensor]
+    whole: Sequence[torch.Tensor]
+    program: RowProgram
+    sent: Sequence[int]
+    received: Sequence[int]
+    arrive_sorted: bool
+
+
 class Experts:
     """The experts of one call: computes pieces of the arrived rows.
 
+    The call's ``index`` holds, for each row in the order of the experts, its place among the arrived rows. In this
+    order, each expert's rows end at ``ends``, and ``rows`` are tensors with a row for each arrived row. Tensors in
+    ``whole`` serve all rows, for example weights. ``arrive_sorted``: the rows of a piece arrive in the order of the
+    experts.
+
     Args:
-        index: for each row in the order of the experts, its place among the arrived rows.
-        ends: for each expert, the end of its rows in this order.
-        rows: tensors with a row for each arrived row, in the order of the experts.
-        whole: tensors that serve all rows, for example weights.
-        arrive_sorted: the rows of a piece arrive in the order of the experts.
         bounds, returned: see ``RowOrder``.
 
     Attributes:
@@ -72,23 +94,13 @@ class Experts:
         alive: tensors that other streams read.
     """
 
-    def __init__(
-        self,
-        index: torch.Tensor,
-        ends: torch.Tensor,
-        rows: Sequence[torch.Tensor],
-        whole: Sequence[torch.Tensor],
-        program: RowProgram,
-        arrive_sorted: bool,
-        bounds: Sequence[int],
-        returned: int,
-        launch: Launch,
-    ) -> None:
-        self.rows, self.whole, self.program, self.arrive_sorted = rows, whole, program, arrive_sorted
-        only_ends = arrive_sorted and not rows and not program.handed_out
-        self.order = RowOrder(index, ends, bounds, returned, only_ends, launch)
+    def __init__(self, layer: Layer, bounds: Sequence[int], returned: int, launch: Launch) -> None:
+        self.rows, self.whole, self.program = layer.rows, layer.whole, layer.program
+        self.arrive_sorted = layer.arrive_sorted
+        only_ends = layer.arrive_sorted and not layer.rows and not layer.program.handed_out
+        self.order = RowOrder(layer.index, layer.ends, bounds, returned, only_ends, launch)
         self.handed_out = [
-            index.new_empty(bounds[-1], *h.sizes, dtype=getattr(torch, h.dtype)) for h in program.handed_out
+            layer.x.new_empty(bounds[-1], *h.sizes, dtype=getattr(torch, h.dtype)) for h in self.program.handed_out
         ]
         self.alive: list[torch.Tensor] = []
 
@@ -125,25 +137,8 @@ def _parts(start: int, count: int, most: int) -> Iterator[Rows]:
     return ((first, min(first + most, start + count)) for first in range(start, start + count, most))
 
 
-def all_to_all_experts(
-    x: torch.Tensor,
-    index: torch.Tensor,
-    ends: torch.Tensor,
-    rows: Sequence[torch.Tensor],
-    whole: Sequence[torch.Tensor],
-    program: RowProgram,
-    sent: Sequence[int],
-    received: Sequence[int],
-    arrive_sorted: bool,
-    launch: Launch,
-    site: str,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def all_to_all_experts(layer: Layer, launch: Launch, site: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """``(returned rows [sum(sent), program.width], program.handed_out)``.
-
-    Args:
-        x: ``[sum(sent), width]``, rows of whole 16-byte words.
-        index, ends, rows, whole, arrive_sorted: see ``Experts``.
-        sent, received: rows of the first exchange to and from each rank. The second exchange returns them.
 
     Raises:
         ValueError: the numbers of rows do not describe an all-to-all.
@@ -151,12 +146,10 @@ def all_to_all_experts(
         TransferError: the group was aborted, for example because a rank did not come in time.
     """
     launch.faults.check()
-    side, receiving = side_stream(x.device), receiving_stream(x.device)
+    side, receiving = side_stream(layer.x.device), receiving_stream(layer.x.device)
     with one_call(launch, side, receiving):
-        check_parts(x.shape[0], sent, received, launch.rank, site)
-        buffer, experts = _computed(
-            x.contiguous(), index, ends, rows, whole, program, sent, received, arrive_sorted, launch, side, receiving
-        )
+        check_parts(layer.x.shape[0], layer.sent, layer.received, launch.rank, site)
+        buffer, experts = _computed(layer, launch, side, receiving)
     _spoil(buffer, experts.order.returned, launch)
     for shared in experts.handed_out:
         _spoil(shared, experts.order.arrived, launch)
@@ -164,20 +157,10 @@ def all_to_all_experts(
 
 
 def _computed(
-    x: torch.Tensor,
-    index: torch.Tensor,
-    ends: torch.Tensor,
-    rows: Sequence[torch.Tensor],
-    whole: Sequence[torch.Tensor],
-    program: RowProgram,
-    sent: Sequence[int],
-    received: Sequence[int],
-    arrive_sorted: bool,
-    launch: Launch,
-    side: SideStream | InOrder,
-    receiving: SideStream | InOrder,
+    layer: Layer, launch: Launch, side: SideStream | InOrder, receiving: SideStream | InOrder
 ) -> tuple[torch.Tensor, Experts]:
     """Launch the call. Returns ``(buffer of the returned rows, the experts)``. The caller joins the streams."""
+    x, program, sent, received = layer.x.contiguous(), layer.program, layer.sent, layer.received
     world_size, rank = launch.world_size, launch.rank
     messages, dtype = messages_of(launch), getattr(torch, program.dtype)
     most = messages.room // max(x.shape[1] * x.element_size(), program.width * dtype.itemsize)
@@ -208,7 +191,7 @@ def _computed(
                     messages.send(THERE, peer, x[slice(*part)])
         if experts is None:
             # After the first sends, because these need nothing from here.
-            experts = Experts(index, ends, rows, whole, program, arrive_sorted, bounds, len(x), launch)
+            experts = Experts(layer, bounds, len(x), launch)
             compute_own(halves[0])
         for source in sources:
             for piece in coming[source][turn : turn + 1]:

@@ -85,12 +85,12 @@ def _all_to_all_experts(
     if launch is None:
         check_parts(x.shape[0], sent, received, group.rank(), site)
         return *_plain(x, index, ends, rows, whole, parsed, list(sent), list(received), group), token
+    from overlap_inductor.lowerings.chunked.experts_launch import Layer
     from overlap_inductor.lowerings.chunked.experts_launch import all_to_all_experts
 
+    layer = Layer(x, index, ends, rows, whole, parsed, sent, received, arrive_sorted)
     with call_order(x.device):
-        return *all_to_all_experts(
-            x, index, ends, rows, whole, parsed, sent, received, arrive_sorted, launch, site
-        ), token
+        return *all_to_all_experts(layer, launch, site), token
 
 
 def _all_to_all_experts_fake(

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Assembles the kernels of experts in chunks for Hopper on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from overlap_inductor.kernels import gate
+from overlap_inductor.kernels import messages
+from overlap_inductor.kernels import row_order
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no assembler")
+TYPES = {"peer_flags": "*i64", "index": "*i64", "bounds": "*i64", "rows": "*i64", "patience": "i64"}
+TYPES |= dict.fromkeys(("ordered", "places", "back"), "*i64")
+TYPES |= dict.fromkeys(("flags", "queues", "stop", "counts", "found", "ends_of", "ends"), "*i32")
+TYPES |= dict.fromkeys(("x", "y", "out", "result"), "*bf16")
+
+
+def _assembly(kernel: Any, **constants: int) -> str:
+    """The kernel's PTX. Sizes such as the number of pieces are arguments, not constants."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
+    # A ``width`` of whole words lets the kernel's masks end between words.
+    aligned = [i for i, n in enumerate(names) if (signature[n][0] == "*" and n != "rows") or n == "width"]
+    divisible = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, divisible)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return str(compiled.asm["ptx"])
+
+
+@pytest.mark.parametrize("kernel", [messages.wait_to_send, messages.wait_for_message])
+def test_a_wait_acquires_at_system_scope(kernel: Any) -> None:
+    assert "ld.acquire.sys.global.s32" in _assembly(kernel, WORLD=8)
+
+
+def test_taken_messages_are_released_at_system_scope_behind_a_barrier() -> None:
+    """The barrier orders the block's reads before the release."""
+    before, _, _ = _assembly(messages.take, WORLD=8).partition("st.release.sys.global.s32")
+    assert "bar.sync" in before
+
+
+def test_orders_of_rows_are_assembled() -> None:
+    assert "st.global" in _assembly(row_order.count_rows, BLOCKS=64, BLOCK=1024)
+    assert "st.global" in _assembly(row_order.place_rows, BLOCKS=64, BLOCK=1024)
+    assert "st.global" in _assembly(row_order.count_by_expert, BLOCK=1024)
+    assert "st.global" in _assembly(row_order.sum_by_expert, EXPERTS=32)
+    assert "st.global" in _assembly(messages.spoil_rows, BLOCK=1024)
+
+
+def test_the_gate_loads_and_stores_whole_words() -> None:
+    assembly = _assembly(gate.silu_times, BLOCK=4096)
+    assert len(re.findall(r"ld\.global[.\w:]*v4", assembly)) >= 2 and re.search(r"st\.global[.\w:]*v4", assembly)
