@@ -7,7 +7,8 @@ Host time of a launch, for a kernel with 50 arguments and four tensor maps:
 - ``compiled[grid](...)``: 32 us. The documented way, for versions of Triton that ``_DIRECT`` does not list.
 - The C launcher: 8 us. Used only for the versions in ``_DIRECT``, because its interface differs between versions.
 
-From launch to launch, arguments may change only in their addresses. The tensor map of each address is remembered.
+From launch to launch, arguments may change only in their addresses; the tensors of some descriptors may also change in
+their number of rows. The tensor map of each address and number of rows is remembered.
 
 The kernel is loaded before the first launch, to avoid a deadlock. Loading waits until the device is idle. The
 device never becomes idle if a running kernel waits for a kernel that is not loaded yet.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -64,6 +66,8 @@ class PreparedKernel:
             to 16 bytes must stay the same.
         fixed: ``{parameter: argument}`` for all other arguments, including constants. They are kept alive.
         scratch: the device for tensor maps that the kernel makes itself; ``None`` if it makes none.
+        any_rows: names of varying descriptors whose first dim is that of the tensor that a launch passes. The kernel
+            must not read the descriptor's shape.
 
     Raises:
         TypeError: the names do not match the kernel's parameters (``bound``).
@@ -76,15 +80,18 @@ class PreparedKernel:
         varying: Mapping[str, Any],
         fixed: Mapping[str, Any],
         scratch: torch.device | None = None,
+        any_rows: Collection[str] = (),
         **options: Any,
     ) -> None:
         arguments = bound(kernel, varying, fixed)
         order, values = list(arguments), list(arguments.values())
         places = [order.index(name) for name in varying]
+        open_places = {order.index(name) for name in any_rows}
         self._varying = [
             (place, (v.shape, v.strides, v.block_shape) if isinstance(v := values[place], TensorDescriptor) else None)
             for place in places
         ]
+        self._open_places = open_places
         self._arguments = [None if name in varying else value for name, value in arguments.items()]
         if triton.knobs.runtime.interpret:
             self._run: Callable[..., Any] = lambda *a: kernel[(grid,)](*a, **options)
@@ -97,7 +104,7 @@ class PreparedKernel:
         if scratch is not None:
             self._run = _with_scratch(self._run, scratch)
         if release(triton.__version__) in _DIRECT:
-            self._launch = _Direct(compiled, grid, values, places, scratch, self._by_triton)
+            self._launch = _Direct(compiled, grid, values, places, open_places, scratch, self._by_triton)
 
     def __call__(self, *varying: torch.Tensor | None) -> None:
         """Launch on the current stream, with a tensor or ``None`` for each varying argument. For a tensor descriptor,
@@ -107,7 +114,12 @@ class PreparedKernel:
     def _by_triton(self, *varying: torch.Tensor | None) -> None:
         arguments = self._arguments.copy()
         for (place, described), tensor in zip(self._varying, varying, strict=True):
-            arguments[place] = tensor if described is None else TensorDescriptor(tensor, *described)
+            arguments[place] = tensor
+            if described is not None:
+                shape, strides, block = described
+                if place in self._open_places:
+                    shape = [tensor.shape[0], *shape[1:]]  # type: ignore[union-attr]
+                arguments[place] = TensorDescriptor(tensor, shape, strides, block)
         self._run(*arguments)
 
 
@@ -146,6 +158,7 @@ class _Direct:
     Args:
         arguments: examples of all arguments, in the kernel's order.
         places: indices of the varying arguments, in a launch's order.
+        open_places: those whose number of rows varies, too (``any_rows``).
         documented: the function that launches the kernel in the documented way (see the module's docstring).
     """
 
@@ -155,6 +168,7 @@ class _Direct:
         grid: int,
         arguments: Sequence[Any],
         places: Sequence[int],
+        open_places: Collection[int],
         scratch: torch.device | None,
         documented: Callable[..., None],
     ) -> None:
@@ -175,10 +189,11 @@ class _Direct:
         maps = iter(compiled.metadata.tensordesc_meta or ())
         # Where each argument is in these values: an index, or a slice for a descriptor.
         found: list[tuple[Any, _Maps | None]] = []
-        for argument in arguments:
+        for place, argument in enumerate(arguments):
             begin = len(values)
             if isinstance(argument, TensorDescriptor):
-                known = _Maps(argument, next(maps), encode, driver.TMA_DTYPE_DEVICE_TO_HOST)
+                types = driver.TMA_DTYPE_DEVICE_TO_HOST
+                known = _Maps(argument, next(maps), encode, types, place in open_places)
                 values += known.flat(argument.base)
                 found.append((slice(begin, len(values)), known))
             else:
@@ -208,31 +223,30 @@ class _Direct:
 
 
 class _Maps:
-    """What the C launcher gets for one descriptor argument, by the address of the tensor."""
+    """What the C launcher gets for one descriptor argument, by the address of the tensor, and by its number of rows if
+    ``any_rows``."""
 
     def __init__(
-        self, example: TensorDescriptor, meta: dict[str, Any], encode: Callable[..., Any], dtypes: dict[int, int]
+        self,
+        example: TensorDescriptor,
+        meta: dict[str, Any],
+        encode: Callable[..., Any],
+        dtypes: dict[int, int],
+        any_rows: bool,
     ) -> None:
-        self._shape, self._strides = list(example.shape), list(example.strides)
-        self._meta = (
-            meta["swizzle"],
-            meta["elem_size"],
-            dtypes[meta["elem_type"]],
-            meta["block_size"],
-            self._shape,
-            self._strides,
-            0,
-        )
+        self._shape, self._strides, self._any_rows = list(example.shape), list(example.strides), any_rows
+        self._meta = meta["swizzle"], meta["elem_size"], dtypes[meta["elem_type"]], meta["block_size"]
         self._encode = encode
-        self._known: dict[int, list[Any]] = {}
+        self._known: dict[tuple[int, int], list[Any]] = {}
 
     def flat(self, tensor: torch.Tensor) -> list[Any]:
         """The tensor map, shape and strides of ``tensor``: always the same number of values."""
-        address = tensor.data_ptr()
-        found = self._known.get(address)
+        key = address, rows = tensor.data_ptr(), tensor.shape[0] if self._any_rows else self._shape[0]
+        found = self._known.get(key)
         if found is None:
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
-            found = [self._encode(address, *self._meta), *self._shape, *self._strides]
-            self._known[address] = found
+            shape = [rows, *self._shape[1:]]
+            found = [self._encode(address, *self._meta, shape, self._strides, 0), *shape, *self._strides]
+            self._known[key] = found
         return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op ``chunked_silu_times`` of experts' programs (``gated_program``)."""
+"""The op ``chunked_silu_times`` of experts' programs (``merged_program``)."""
 
 from __future__ import annotations
 

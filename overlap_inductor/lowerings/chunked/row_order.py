@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 
 from overlap_inductor.kernels import row_order
+from overlap_inductor.runtime.driver import copier
 from overlap_inductor.runtime.workspace import Launch
+from overlap_inductor.torch_compat.symmetric import stream_number
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 
 BLOCKS, BLOCK = 64, 1024
@@ -154,4 +157,8 @@ def _sizes(index: torch.Tensor) -> tuple[int, int]:
 def _on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 numbers, copied to the device. The host does not wait: CUDA copies so few bytes into its own memory first,
     and pinned memory would cost the host more time."""
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    given = array("q", numbers)
+    made = torch.empty(len(given), dtype=torch.int64, device=device)
+    address, count = given.buffer_info()
+    copier(device.type)(made.data_ptr(), address, count * given.itemsize, stream_number(device))
+    return made

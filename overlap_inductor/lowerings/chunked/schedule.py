@@ -29,7 +29,7 @@ CHUNKED = ExpertsSchedule(
     called_by_others=True,
     ops=tuple(
         f"overlap_inductor.lowerings.chunked.{name}"
-        for name in ("ops", "scaled_ops", "sum_ops", "experts_ops", "gate_ops")
+        for name in ("ops", "scaled_ops", "sum_ops", "experts_ops", "gate_ops", "grouped_ops")
     ),
     only_plain=("matmul_all_gather", *EXCHANGES),
     why_not_scaled=lambda dtype, inner, columns: parameters.why_not(dtype, inner, columns, scaled=True),
