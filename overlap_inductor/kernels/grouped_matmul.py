@@ -17,8 +17,8 @@ holds the transposed weights, ``[experts * columns, inner]``. A tile may then re
 expert's weight, but does not store what it computes from them. Else the descriptor holds ``[experts * inner,
 columns]``, and ``inner`` is a multiple of ``BLOCK_K``, because a tile must not add the next expert's rows.
 
-Claims. A block that waits for a peer may hold an SM, so not all blocks start at the same time. The others then claim its
-tiles (``tile_order``).
+Claims. A kernel that waits for a peer may hold an SM, so not all blocks start at the same time. The others then claim
+the tiles of a late block (``tile_order``).
 
 The kernels communicate with no other rank, and a CUDA graph may hold them. Two kernels with one queue must not run at
 the same time.
@@ -36,8 +36,8 @@ from overlap_inductor.kernels.tile_order import grouped
 
 @triton.jit
 def _tiles(ends, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """For each expert: its first row, the end of its rows, its rows of tiles, and the rows of tiles up to their end. All
-    are vectors of ``EXPERTS``, a power of two."""
+    """For each expert: its first row, the end of its rows, its rows of tiles, and the rows of tiles up to its last one.
+    All are vectors of ``EXPERTS``, a power of two."""
     number = tl.arange(0, EXPERTS)
     end = tl.load(ends + number, mask=number < experts, other=0)
     first = tl.load(ends + number - 1, mask=(number > 0) & (number < experts), other=0)

@@ -5,25 +5,28 @@ A *channel* leads from one rank to another, in one *lane*. It has room for one m
 ranks count its messages: the sender those that it sent, the receiver those that it took. Each rank has, for every peer
 and lane, two flags and two counters::
 
-    sender, on one stream                               receiver, on one stream
-    wait_to_send: until the receiver has taken          wait_for_message: until ``arrived`` is
+    sender, on one stream                               receiver
+    begin_round: until the receivers have taken         wait_for_message: until ``arrived`` is
         all earlier messages (``taken``)                    one more than the messages that it waited for
     copy the bytes                                      read the bytes
-    copy the counter of sent messages into              take: set the sender's ``taken`` to
+    copy the counter of sent messages into              end_round: set the senders' ``taken`` to
         the receiver's ``arrived``                          the number of messages that it waited for
+
+A *round* is a set of channels, each with one message. One launch begins a round for all its channels, and one launch
+ends it. Bit ``p`` of a mask stands for the channel from or to rank ``p``.
 
 Flags. Flag ``2 * lane`` of ``signals.signal_flag`` is ``arrived``: its source is the sender. Flag ``2 * lane + 1`` is
 ``taken``: its source is the receiver. Word ``QUEUE_WORDS + peer * signals + 2 * lane`` of the queues counts the
 messages sent to the peer. The word after it counts the messages that this rank waited for.
 
 Memory ordering. A copy begins when everything that the previous copy of its stream has written is visible
-(``transports.copy_engine``). So a reader that acquires ``arrived`` sees the bytes. ``take`` runs on the stream after
+(``transports.copy_engine``). So a reader that acquires ``arrived`` sees the bytes. ``end_round`` runs on a stream after
 the reads, and releases. So the sender's next copy, which follows its acquire, cannot overwrite bytes that are still
 read.
 
 Aborts. If a wait ends because its patience is over or the group has been aborted, queued copies still run. As in
-``transfer.wait_for_credits``, ``wait_to_send`` then sets every rank's abort word before it ends. It also sets its
-counter to a number for which no rank waits. A receiver whose bytes are overwritten finds its abort word set after its
+``transfer.wait_for_credits``, ``begin_round`` then sets every rank's abort word before it ends. It also sets its
+counters to a number for which no rank waits. A receiver whose bytes are overwritten finds its abort word set after its
 last read, and sets its results to NaN (``spoil_rows``).
 
 Forward progress. See ``lowerings.chunked.experts_launch``: the order in which a rank launches its sends and waits.
@@ -54,15 +57,19 @@ def _counter(queues, peer, index, signals):
     return queues + QUEUE_WORDS + peer * signals + index
 
 
-@triton.jit(do_not_specialize=["site", "peer", "lane", "signals"])
-def wait_to_send(flags, queues, stop, patience, site, peer, lane, signals, WORLD: tl.constexpr):
-    """Wait until ``peer`` has taken all messages that this rank sent it in ``lane``, then count the next one. Grid: one
-    block."""
-    counter = _counter(queues, peer, 2 * lane, signals)
-    sent = tl.load(counter)
-    flag = signal_flag(flags, peer, 2 * lane + 1, signals, WORLD)
-    wait_at_least(flag, sent, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
-    tl.store(counter, sent + tl.where(look(stop) == 0, 1, NOBODY))
+@triton.jit(do_not_specialize=["there_mask", "back_mask", "site", "signals"])
+def begin_round(there_mask, back_mask, flags, queues, stop, patience, site, signals, WORLD: tl.constexpr):
+    """Wait until the ranks in ``there_mask`` have taken all messages that this rank sent them in lane 0, and
+    those in ``back_mask`` all in lane 1. Then count the next message of each of these channels. Grid: one block."""
+    for lane in tl.static_range(2):
+        mask = back_mask if lane else there_mask
+        for peer in range(WORLD):
+            if (mask >> peer) & 1:
+                counter = _counter(queues, peer, 2 * lane, signals)
+                sent = tl.load(counter)
+                flag = signal_flag(flags, peer, 2 * lane + 1, signals, WORLD)
+                wait_at_least(flag, sent, stop, patience, site * WAIT_KINDS + WAIT_CREDIT, peer)
+                tl.store(counter, sent + tl.where(look(stop) == 0, 1, NOBODY))
     set_abort_words(stop)
 
 
@@ -76,13 +83,18 @@ def wait_for_message(flags, queues, stop, patience, site, peer, lane, signals, W
     tl.store(counter, number)
 
 
-@triton.jit(do_not_specialize=["peer", "rank", "lane", "signals"])
-def take(peer_flags, queues, stop, peer, rank, lane, signals, WORLD: tl.constexpr):
-    """Tell ``peer`` that this rank has read the last message that it waited for, unless the group has been aborted.
-    Grid: one block, on the stream after the reads."""
-    number = tl.load(_counter(queues, peer, 2 * lane + 1, signals))
-    flags = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
-    signal(signal_flag(flags, rank, 2 * lane + 1, signals, WORLD), number, look(stop))
+@triton.jit(do_not_specialize=["there_mask", "back_mask", "rank", "signals"])
+def end_round(there_mask, back_mask, peer_flags, queues, stop, rank, signals, WORLD: tl.constexpr):
+    """Tell the ranks in ``there_mask`` that this rank has read the last message in lane 0 that it waited for, and those
+    in ``back_mask`` the same for lane 1, unless the group has been aborted. Grid: one block, on a stream after the
+    reads."""
+    for lane in tl.static_range(2):
+        mask = back_mask if lane else there_mask
+        for peer in range(WORLD):
+            if (mask >> peer) & 1:
+                number = tl.load(_counter(queues, peer, 2 * lane + 1, signals))
+                flags = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32))
+                signal(signal_flag(flags, rank, 2 * lane + 1, signals, WORLD), number, look(stop))
 
 
 @triton.jit(do_not_specialize=["row_bytes"], do_not_specialize_on_alignment=["rows"])

@@ -10,9 +10,9 @@ a selection from ``index`` in the same order, so no sort is needed::
                       ordered[bounds[p] + k] = j     # its place among all rows
                       places[bounds[p] + k]  = r     # where it is in the piece, as it arrived
                       back[bounds[p] + r]    = k     # where its result is among the piece's results
-    count_by_expert, sum_by_expert:
+    count_by_expert:
                   found[p, e]   = number of rows of piece p between ends[e - 1] and ends[e]
-                  ends_of[p, e] = sum of found[p, :e + 1]
+                  ends_of[p, e] = sum of found[p, :e + 1]    # by the last block of the piece
 
 ``counts``, ``found`` and ``ends_of`` are int32, ``ends`` is int32 or int64, and all other tensors are int64. Numbers
 that change from call to call are read from device memory: ``bounds[pieces]`` is the number of rows. The kernels do not
@@ -73,8 +73,11 @@ def place_rows(index, bounds, counts, ordered, places, back, pieces, BLOCKS: tl.
 
 
 @triton.jit(do_not_specialize=["experts", "pieces"])
-def count_by_expert(index, bounds, ends, found, experts, pieces, BLOCK: tl.constexpr):
-    """See the module. Grid: ``pieces * experts`` blocks."""
+def count_by_expert(
+    index, bounds, ends, found, ends_of, finished, experts, pieces, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """See the module. Grid: ``pieces * experts`` blocks. ``finished``: int32 ``[pieces]``, 0 before and after the
+    kernel, counts a piece's finished blocks. ``EXPERTS``: a power of two, at least ``experts``."""
     piece, expert = tl.program_id(0) // experts, tl.program_id(0) % experts
     rows, first, last = tl.load(bounds + pieces), tl.load(bounds + piece), tl.load(bounds + piece + 1)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int64)
@@ -85,11 +88,12 @@ def count_by_expert(index, bounds, ends, found, experts, pieces, BLOCK: tl.const
         row = _rows_of(index, at, end, rows)
         count += ((at < end) & (row >= first) & (row < last)).to(tl.int32)
     tl.store(found + tl.program_id(0), tl.sum(count, 0))
-
-
-@triton.jit(do_not_specialize=["experts"])
-def sum_by_expert(found, ends_of, experts, EXPERTS: tl.constexpr):
-    """See the module. Grid: one block for each piece. ``EXPERTS``: a power of two, at least ``experts``."""
-    at = tl.program_id(0) * experts + tl.arange(0, EXPERTS)
-    inside = tl.arange(0, EXPERTS) < experts
-    tl.store(ends_of + at, tl.cumsum(tl.load(found + at, mask=inside, other=0), 0), mask=inside)
+    # The store must precede the count of every thread's block.
+    tl.debug_barrier()
+    if tl.atomic_add(finished + piece, 1, sem="acq_rel") == experts - 1:
+        at = piece * experts + tl.arange(0, EXPERTS)
+        inside = tl.arange(0, EXPERTS) < experts
+        # Other blocks have written these words, so they must not come from this SM's cache.
+        counts = tl.load(found + at, mask=inside, other=0, cache_modifier=".cg")
+        tl.store(ends_of + at, tl.cumsum(counts, 0), mask=inside)
+        tl.store(finished + piece, 0)

@@ -183,6 +183,32 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(made.value, device=device)
 
 
+NO_TIMING = 2
+"""Flag of an event that does not measure time."""
+
+
+class Mark:
+    """An event, for streams given by their numbers. It is never destroyed. Raises ``RuntimeError`` if the driver
+    refuses. The device must be the current one."""
+
+    def __init__(self) -> None:
+        # Makes the device's context current on this thread, and is allowed in a capture.
+        torch.cuda.is_current_stream_capturing()
+        made = ctypes.c_void_p()
+        _function("cuEventCreate", ctypes.c_void_p, ctypes.c_uint)(ctypes.byref(made), NO_TIMING)
+        self._made = made.value
+        self._record = _function("cuEventRecord", ctypes.c_void_p, ctypes.c_void_p)
+        self._wait = _function("cuStreamWaitEvent", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+
+    def record(self, stream: int) -> None:
+        """Mark the end of everything that ``stream`` holds now."""
+        self._record(self._made, stream)
+
+    def hold(self, stream: int) -> None:
+        """Make later work on ``stream`` wait for the mark."""
+        self._wait(stream, self._made, 0)
+
+
 CAPTURING = 1
 """Capture status of a stream that is being captured."""
 

@@ -14,9 +14,14 @@ from types import TracebackType
 
 import torch
 
+from overlap_inductor.runtime.driver import Mark
 from overlap_inductor.runtime.driver import own_stream
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat import symmetric
+from overlap_inductor.torch_compat.streams import current_place
+from overlap_inductor.torch_compat.streams import place_of
+from overlap_inductor.torch_compat.streams import set_place
+from overlap_inductor.torch_compat.symmetric import raw_stream
 
 
 class SideStream:
@@ -29,21 +34,22 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         # Higher priority: the few blocks of this stream's kernels are scheduled before a matmul's next blocks.
-        self._stream = own_stream(device, priority=-1)
-        self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()
-        self._current = self._stream
+        stream = own_stream(device, priority=-1)
+        self._gpu, self._number, self._place = stream.device_index, stream.cuda_stream, place_of(stream)
+        self._forked, self._done = Mark(), Mark()
+        self._current = self._place
         self._used = False
 
     def __enter__(self) -> None:
-        self._current, self._used = torch.cuda.current_stream(self._stream.device), True
-        self._forked.record(self._current)
-        self._stream.wait_event(self._forked)
-        torch.cuda.set_stream(self._stream)
+        self._current, self._used = current_place(self._gpu), True
+        self._forked.record(raw_stream(self._gpu))
+        self._forked.hold(self._number)
+        set_place(self._place)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        torch.cuda.set_stream(self._current)
+        set_place(self._current)
 
     def join(self) -> None:
         """Make the current stream wait for everything launched here. Does nothing if the side stream was not entered
@@ -51,8 +57,8 @@ class SideStream:
         if not self._used:
             return
         self._used = False
-        self._done.record(self._stream)
-        torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+        self._done.record(self._number)
+        self._done.hold(raw_stream(self._gpu))
 
 
 class InOrder(nullcontext[None]):

@@ -22,6 +22,7 @@ from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
+from typing import TypeAlias
 
 import torch
 import triton
@@ -35,6 +36,10 @@ _REMEMBERED = 256
 """The most tensor maps that are remembered for one argument. (A tensor map keeps no tensor alive.)"""
 _STREAM = 3
 """Index of the stream among the arguments of the C launcher: it follows the three sizes of the grid."""
+
+
+Varying: TypeAlias = torch.Tensor | int | None
+"""An argument that a launch passes."""
 
 
 def bound(kernel: Any, varying: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,8 +67,8 @@ class PreparedKernel:
 
     Args:
         varying: ``{parameter: example}`` for the arguments that every launch passes anew, in the order in which it
-            passes them. An example is a tensor, a tensor descriptor or ``None``. Shapes, strides, dtypes and alignment
-            to 16 bytes must stay the same.
+            passes them. An example is a tensor, a tensor descriptor, ``None``, or an int of 32 bits that the kernel
+            does not specialize. Shapes, strides, dtypes and alignment to 16 bytes must stay the same.
         fixed: ``{parameter: argument}`` for all other arguments, including constants. They are kept alive.
         scratch: the device for tensor maps that the kernel makes itself; ``None`` if it makes none.
         any_rows: names of varying descriptors whose first dim is that of the tensor that a launch passes. The kernel
@@ -106,19 +111,20 @@ class PreparedKernel:
         if release(triton.__version__) in _DIRECT:
             self._launch = _Direct(compiled, grid, values, places, open_places, scratch, self._by_triton)
 
-    def __call__(self, *varying: torch.Tensor | None) -> None:
-        """Launch on the current stream, with a tensor or ``None`` for each varying argument. For a tensor descriptor,
-        pass the tensor that it describes."""
+    def __call__(self, *varying: Varying) -> None:
+        """Launch on the current stream, with a tensor, ``None`` or an int for each varying argument. For a tensor
+        descriptor, pass the tensor that it describes."""
         self._launch(*varying)
 
-    def _by_triton(self, *varying: torch.Tensor | None) -> None:
+    def _by_triton(self, *varying: Varying) -> None:
         arguments = self._arguments.copy()
         for (place, described), tensor in zip(self._varying, varying, strict=True):
             arguments[place] = tensor
             if described is not None:
                 shape, strides, block = described
                 if place in self._open_places:
-                    shape = [tensor.shape[0], *shape[1:]]  # type: ignore[union-attr]
+                    assert isinstance(tensor, torch.Tensor)
+                    shape = [tensor.shape[0], *shape[1:]]
                 arguments[place] = TensorDescriptor(tensor, shape, strides, block)
         self._run(*arguments)
 
@@ -206,7 +212,7 @@ class _Direct:
         # ``values`` does not keep the tensors of descriptors alive. ``compiled`` keeps ``compiled.function`` loaded.
         self._alive = compiled, [a for number, a in enumerate(arguments) if number not in places]
 
-    def __call__(self, *varying: torch.Tensor | None) -> None:
+    def __call__(self, *varying: Varying) -> None:
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             # A profiler's hooks need what only Triton's own launcher gives them.
@@ -218,7 +224,7 @@ class _Direct:
             if known is not None:
                 values[at] = known.flat(tensor)
             else:
-                values[at] = tensor if tensor is None else tensor.data_ptr()
+                values[at] = tensor.data_ptr() if isinstance(tensor, torch.Tensor) else tensor
         self._launcher(*values)
 
 

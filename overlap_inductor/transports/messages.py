@@ -8,6 +8,7 @@ The slot is divided evenly into *channels*: one for each peer and lane. A channe
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 TRANSPORT = "copy_engine"
 """The name that switches and reports use for these messages."""
 LANES = 2
+THERE, BACK = range(LANES)
+"""The lanes: what is sent to be computed, and what returns."""
+MOST_RANKS = 31
+"""Masks of ranks have 32 bits, with sign."""
 WORD = 4
 """Bytes of a flag and of a counter."""
 SIGNALS = 2 * LANES
@@ -54,22 +59,27 @@ class Messages:
         self.room = launch.slot.nbytes // channels // ALIGNMENT * ALIGNMENT
         """The largest number of bytes of a message."""
         self._copy = copier(launch.slot.data.local.device.type)
-        self._to_send = self._prepared(messages.wait_to_send)
-        self._arrived = self._prepared(messages.wait_for_message)
-        self._taken = self._prepared(messages.take)
-        self._addresses = {key: self._addresses_of(*key) for key in self._to_send}
+        self._begin = self._of_a_round(messages.begin_round)
+        self._end = self._of_a_round(messages.end_round)
+        self._arrived = {key: self._prepared(messages.wait_for_message, *key) for key in self._channels()}
+        self._addresses = {key: self._addresses_of(*key) for key in self._channels()}
 
-    def _prepared(self, kernel: Any) -> dict[tuple[int, int], PreparedKernel]:
-        """``kernel`` for each lane and peer."""
+    def _channels(self) -> list[tuple[int, int]]:
+        """Each lane and peer."""
+        peers = [p for p in range(self._launch.world_size) if p != self._launch.rank]
+        return [(lane, peer) for lane in range(LANES) for peer in peers]
+
+    def _of_a_round(self, kernel: Any) -> PreparedKernel:
         from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 
         fixed = call_arguments(kernel, self._launch)
-        return {
-            (lane, peer): PreparedKernel(kernel, 1, {}, {**fixed, "peer": peer, "lane": lane}, num_warps=1)
-            for lane in range(LANES)
-            for peer in range(self._launch.world_size)
-            if peer != self._launch.rank
-        }
+        return PreparedKernel(kernel, 1, {"there_mask": 1, "back_mask": 1}, fixed, num_warps=1)
+
+    def _prepared(self, kernel: Any, lane: int, peer: int) -> PreparedKernel:
+        from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+
+        fixed = call_arguments(kernel, self._launch) | {"peer": peer, "lane": lane}
+        return PreparedKernel(kernel, 1, {}, fixed, num_warps=1)
 
     def _addresses_of(self, lane: int, peer: int) -> tuple[int, int, int]:
         """The addresses of the channel to ``peer``, of its flag there, and of this rank's counter of sent messages."""
@@ -87,34 +97,42 @@ class Messages:
         world_size = self._launch.world_size
         return (lane * (world_size - 1) + (sender - receiver) % world_size - 1) * self.room
 
+    def begin(self, there: Collection[int], back: Collection[int]) -> None:
+        """Wait until the ranks in ``there`` and ``back`` have taken the previous messages of lanes ``THERE`` and
+        ``BACK``. Call this before the round's ``send``, with exactly the ranks to which it sends in each lane."""
+        self._begin(_mask(there), _mask(back))
+
     def send(self, lane: int, peer: int, source: torch.Tensor) -> None:
-        """Send a contiguous tensor to ``peer``, when the peer has taken the lane's previous message. Work that is
-        queued later may overwrite the tensor.
+        """Send a contiguous tensor to ``peer``. Work that is queued later may overwrite the tensor.
 
         Raises:
             UnsupportedError: the message is larger than ``room``.
         """
         if source.nbytes > self.room:
             raise UnsupportedError(f"a message of {source.nbytes} bytes; the workspace has room for {self.room}")
-        self._to_send[lane, peer]()
         to, flag, counter = self._addresses[lane, peer]
         stream = symmetric.stream_number(source.device)
         self._copy(to, source.data_ptr(), source.nbytes, stream)
         self._copy(flag, counter, WORD, stream)
 
     def wait(self, lane: int, peer: int) -> None:
-        """Wait until the lane's next message of ``peer`` has arrived. Call ``taken`` before the next ``wait``."""
+        """Wait until the lane's next message of ``peer`` has arrived. Call ``end`` before the next ``wait``."""
         self._arrived[lane, peer]()
 
     def received(self, lane: int, peer: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """The message of ``peer`` as ``[rows, width]``, in the slot. Read it after ``wait`` and before ``taken``."""
+        """The message of ``peer`` as ``[rows, width]``, in the slot. Read it after ``wait`` and before ``end``."""
         start = self._channel(peer, self._launch.rank, lane)
         nbytes = rows * width * dtype.itemsize
         return self._launch.slot.data.local[start : start + nbytes].view(dtype).view(rows, width)
 
-    def taken(self, lane: int, peer: int) -> None:
-        """Let ``peer`` send the lane's next message. Queue this after everything that reads the message."""
-        self._taken[lane, peer]()
+    def end(self, there: Collection[int], back: Collection[int]) -> None:
+        """Let the ranks in ``there`` and ``back`` send their next messages in lanes ``THERE`` and ``BACK``. Queue this
+        after everything that reads their messages."""
+        self._end(_mask(there), _mask(back))
+
+
+def _mask(ranks: Collection[int]) -> int:
+    return sum(1 << rank for rank in ranks)
 
 
 def messages_of(launch: Launch) -> Messages:

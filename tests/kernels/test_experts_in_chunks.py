@@ -113,9 +113,11 @@ def _rank(rank: int, workspace: SharedWorkspace, case: Case, right: torch.Tensor
     for call in range(CALLS):
         given, ends = _given(case, rank, call), []
 
-        def recorded(self: RowProgram, rows: Any, whole: Any, found: torch.Tensor, ends: list[Any] = ends) -> list[Any]:
+        def recorded(
+            self: RowProgram, rows: Any, whole: Any, found: torch.Tensor, out: Any, ends: list[Any] = ends
+        ) -> list[Any]:
             ends.append(found.tolist())
-            return run(self, rows, whole, found)
+            return run(self, rows, whole, found, out)
 
         RowProgram.run = recorded  # type: ignore[method-assign]
         returned, (product,) = _call(given, launch)

@@ -19,7 +19,7 @@ from overlap_inductor.kernels import row_order
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has no assembler")
 TYPES = {"peer_flags": "*i64", "index": "*i64", "bounds": "*i64", "rows": "*i64", "patience": "i64"}
 TYPES |= dict.fromkeys(("ordered", "places", "back"), "*i64")
-TYPES |= dict.fromkeys(("flags", "queues", "stop", "counts", "found", "ends_of", "ends"), "*i32")
+TYPES |= dict.fromkeys(("flags", "queues", "stop", "counts", "found", "ends_of", "ends", "finished"), "*i32")
 TYPES |= dict.fromkeys(("x", "y", "out", "result"), "*bf16")
 
 
@@ -35,22 +35,21 @@ def _assembly(kernel: Any, **constants: int) -> str:
     return str(compiled.asm["ptx"])
 
 
-@pytest.mark.parametrize("kernel", [messages.wait_to_send, messages.wait_for_message])
+@pytest.mark.parametrize("kernel", [messages.begin_round, messages.wait_for_message])
 def test_a_wait_acquires_at_system_scope(kernel: Any) -> None:
     assert "ld.acquire.sys.global.s32" in _assembly(kernel, WORLD=8)
 
 
 def test_taken_messages_are_released_at_system_scope_behind_a_barrier() -> None:
     """The barrier orders the block's reads before the release."""
-    before, _, _ = _assembly(messages.take, WORLD=8).partition("st.release.sys.global.s32")
+    before, _, _ = _assembly(messages.end_round, WORLD=8).partition("st.release.sys.global.s32")
     assert "bar.sync" in before
 
 
 def test_orders_of_rows_are_assembled() -> None:
     assert "st.global" in _assembly(row_order.count_rows, BLOCKS=64, BLOCK=1024)
     assert "st.global" in _assembly(row_order.place_rows, BLOCKS=64, BLOCK=1024)
-    assert "st.global" in _assembly(row_order.count_by_expert, BLOCK=1024)
-    assert "st.global" in _assembly(row_order.sum_by_expert, EXPERTS=32)
+    assert "st.global" in _assembly(row_order.count_by_expert, EXPERTS=32, BLOCK=1024)
     assert "st.global" in _assembly(messages.spoil_rows, BLOCK=1024)
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,40 +12,38 @@ from overlap_inductor.runtime import side_stream
 from overlap_inductor.runtime.side_stream import SideStream
 
 CUDA = torch.device("cuda", 0)
-
-
-class _Stream:
-    device = CUDA
-
-    def __init__(self, name: str, said: list[str]) -> None:
-        self.name, self.said = name, said
-
-    def wait_event(self, event: _Event) -> None:
-        self.said.append(f"{self.name} waits for {event.of}")
-
-
-class _Event:
-    of = ""
-
-    def record(self, stream: _Stream) -> None:
-        self.of = stream.name
+CURRENT, SIDE = (10, 0, 1), (20, 0, 1)
+NAMES = {10: "current", 20: "side"}
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    current = [_Stream("current", found)]
-    monkeypatch.setattr(side_stream, "own_stream", lambda device, priority: _Stream("side", found))
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    places = [CURRENT]
+
+    class Mark:
+        of = ""
+
+        def record(self, stream: int) -> None:
+            self.of = NAMES[stream]
+
+        def hold(self, stream: int) -> None:
+            found.append(f"{NAMES[stream]} waits for {self.of}")
+
+    side = SimpleNamespace(stream_id=20, device_index=0, device_type=1, cuda_stream=20)
+    monkeypatch.setattr(side_stream, "own_stream", lambda device, priority: side)
+    monkeypatch.setattr(side_stream, "Mark", Mark)
+    monkeypatch.setattr(side_stream, "current_place", lambda gpu: places[-1])
+    monkeypatch.setattr(side_stream, "set_place", places.append)
+    monkeypatch.setattr(side_stream, "raw_stream", lambda gpu: places[-1][0])
     return found
 
 
 def test_the_streams_wait_for_each_other_at_fork_and_join(said: list[str]) -> None:
     side = SideStream(CUDA)
     with side:
-        assert torch.cuda.current_stream(CUDA) is side._stream
+        assert side_stream.current_place(0) == SIDE
+    assert side_stream.current_place(0) == CURRENT
     side.join()
     assert said == ["side waits for current", "current waits for side"]
 

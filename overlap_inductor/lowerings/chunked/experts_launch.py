@@ -6,6 +6,7 @@ engines move the rows of both exchanges, so no SM does. Each rank's rows are com
                     compute the first half of the own rows
     each round:     for each rank: wait for its rows; compute them; send them back   # back: side stream
                     for each rank: wait for the rows that it returns; copy them out  # receiving stream
+                    let the ranks send their next messages
     last:           compute the second half of the own rows
 
 The first half of the own rows hides the rows that arrive first, and the second half the rows that return last. A round
@@ -18,9 +19,8 @@ The host knows its own numbers of rows only. It reads no more numbers than the p
 Forward progress. A round has three phases in the launch order of every rank: send, compute and return, receive. Every
 wait is for something that a peer does in an earlier phase:
 
-- a send: the peer has taken the rows of the last round (second phase of that round);
+- all sends and returns of a round: the peers have ended the last round (third phase of that round);
 - a piece: the peer has sent its rows (first phase);
-- a return: the peer has taken the results of the last round (third phase of that round);
 - received results: the peer has returned them (second phase).
 
 So the earliest unfinished phase of all ranks never waits, even if all streams share one hardware queue.
@@ -51,10 +51,9 @@ from overlap_inductor.runtime.side_stream import side_stream
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.sites.row_program import RowProgram
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+from overlap_inductor.transports.messages import BACK
+from overlap_inductor.transports.messages import THERE
 from overlap_inductor.transports.messages import messages_of
-
-THERE, BACK = 0, 1
-"""Lanes of the messages: rows for the experts, and the experts' results."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +102,15 @@ class Experts:
             layer.x.new_empty(bounds[-1], *h.sizes, dtype=getattr(torch, h.dtype)) for h in self.program.handed_out
         ]
         self.alive: list[torch.Tensor] = []
+        self._stores = layer.arrive_sorted and layer.program.stores(1 + len(layer.rows))
 
-    def compute(self, piece: Rows, arrived: torch.Tensor) -> torch.Tensor:
+    def compute(self, piece: Rows, arrived: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The results of the rows ``arrived``, which are the arrived rows ``piece``, in the order of the experts. The
-        stream may still read ``arrived``."""
+        stream may still read ``arrived``. ``out``: see ``RowProgram.run``."""
         order = self.order
         first = arrived if self.arrive_sorted else arrived[order.places(piece)]
         others = [r[order.ordered(piece)] for r in self.rows]
-        values = self.program.run([first, *others], self.whole, order.ends(piece))
+        values = self.program.run([first, *others], self.whole, order.ends(piece), out)
         for shared, one in zip(self.handed_out, self.program.handed_out, strict=True):
             shared.index_copy_(0, order.ordered(piece), values[one.value])
         result: torch.Tensor = values[self.program.result]
@@ -120,8 +120,11 @@ class Experts:
         """The results of ``piece`` in the order in which its rows arrived."""
         return results if self.arrive_sorted else results[self.order.back(piece)]
 
-    def store(self, piece: Rows, results: torch.Tensor, out: torch.Tensor) -> None:
-        """Store the results of ``piece`` in the order in which its rows arrived."""
+    def store(self, piece: Rows, arrived: torch.Tensor, out: torch.Tensor) -> None:
+        """Compute the results of ``piece``, and store them in the order in which its rows arrived."""
+        results = self.compute(piece, arrived, out if self._stores else None)
+        if self._stores:
+            return
         if self.arrive_sorted:
             out.copy_(results)
         else:
@@ -182,36 +185,41 @@ def _computed(
         mine = slice(piece[0] + there, piece[1] + there)
         if piece[0] < piece[1]:
             assert experts is not None
-            experts.store(piece, experts.compute(piece, x[mine]), buffer[mine])
+            experts.store(piece, x[mine], buffer[mine])
 
-    for turn in range(max(1, *map(len, (*going.values(), *coming.values())))):
-        for peer in peers:
-            for part in going[peer][turn : turn + 1]:
-                with side:
-                    messages.send(THERE, peer, x[slice(*part)])
+    turns = max(1, *map(len, (*going.values(), *coming.values())))
+    for turn in range(turns):
+        to, come = ([r for r, parts in every.items() if len(parts) > turn] for every in (going, coming))
+        if to or come:
+            with side:
+                messages.begin(to, come)
+                for peer in to:
+                    messages.send(THERE, peer, x[slice(*going[peer][turn])])
         if experts is None:
             # After the first sends, because these need nothing from here.
             experts = Experts(layer, bounds, len(x), launch)
             compute_own(halves[0])
-        for source in sources:
-            for piece in coming[source][turn : turn + 1]:
-                messages.wait(THERE, source)
-                arrived = messages.received(THERE, source, piece[1] - piece[0], x.shape[1], x.dtype)
-                results = experts.as_arrived(piece, experts.compute(piece, arrived)).contiguous()
-                messages.taken(THERE, source)
-                # The side stream reads the results until the streams are joined.
-                alive.append(results)
-                with side:
-                    messages.send(BACK, source, results)
-        for peer in peers:
-            for part in going[peer][turn : turn + 1]:
-                with receiving:
+        for source in come:
+            piece = coming[source][turn]
+            messages.wait(THERE, source)
+            arrived = messages.received(THERE, source, piece[1] - piece[0], x.shape[1], x.dtype)
+            results = experts.as_arrived(piece, experts.compute(piece, arrived)).contiguous()
+            # The side stream reads the results until the streams are joined.
+            alive.append(results)
+            with side:
+                messages.send(BACK, source, results)
+        if to:
+            with receiving:
+                for peer in to:
+                    first, end = going[peer][turn]
                     messages.wait(BACK, peer)
-                    found = messages.received(BACK, peer, part[1] - part[0], program.width, dtype)
-                    buffer[slice(*part)].copy_(found)
-                    messages.taken(BACK, peer)
+                    buffer[first:end].copy_(messages.received(BACK, peer, end - first, program.width, dtype))
+        if turn == turns - 1:
+            compute_own(halves[1])
+        receiving.join()
+        if to or come:
+            messages.end(come, to)
     assert experts is not None
-    compute_own(halves[1])
     experts.alive = [x, *alive]
     return buffer, experts
 

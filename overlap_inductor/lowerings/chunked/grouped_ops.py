@@ -25,6 +25,7 @@ from overlap_inductor.torch_compat.symmetric import multiprocessors
 if TYPE_CHECKING:
     from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 
+_UNKNOWN: Any = object()
 _KERNELS: dict[Any, PreparedKernel | None] = {}
 """Prepared kernels by the layouts of their operands; ``None`` if no kernel supports them."""
 
@@ -48,12 +49,15 @@ def prepared(
 ) -> PreparedKernel | None:
     """The kernel of ``multiply_gated`` for two weights, or of ``multiply_each`` for one, for operands of these layouts.
     ``None`` if the kernels do not support them."""
-    key = (x.dtype, x.shape[1], ends.dtype, x.device, *((w.dtype, w.shape, w.stride()) for w in weights))
-    if key not in _KERNELS:
-        _KERNELS[key] = _prepared(x, weights, out, ends)
-    kernel = _KERNELS[key]
-    aligned = x.is_contiguous() and not any(t.data_ptr() % 16 for t in (x, out, ends, *weights))
-    return kernel if aligned else None
+    key = [x.dtype, x.shape[1], ends.dtype, x.device]
+    address = x.data_ptr() | out.data_ptr() | ends.data_ptr()
+    for w in weights:
+        key += (w.dtype, w.shape, w.stride())
+        address |= w.data_ptr()
+    found = _KERNELS.get(tuple(key), _UNKNOWN)
+    if found is _UNKNOWN:
+        found = _KERNELS[tuple(key)] = _prepared(x, weights, out, ends)
+    return found if x.is_contiguous() and not address % 16 else None
 
 
 def _prepared(
@@ -130,26 +134,28 @@ def _queue(device: torch.device) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-def _multiplied(x: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor) -> torch.Tensor | None:
-    """What a kernel computes, or ``None`` if no kernel supports the operands."""
+def _multiply(x: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor, out: torch.Tensor) -> bool:
+    """Store what a kernel computes in ``out``. False if no kernel supports the operands."""
     if not x.is_cuda or x.dim() != 2 or not x.shape[0]:
-        return None
-    out = x.new_empty(x.shape[0], weights[0].shape[2])
+        return False
     found = prepared(x, weights, out, ends)
-    if found is None:
-        return None
-    found(x, *weights, out, out, ends)
-    return out
+    if found is not None:
+        found(x, *weights, out, out, ends)
+    return found is not None
 
 
 def _grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    out = _multiplied(x, [w], ends)
-    return torch._grouped_mm(x, w, ends) if out is None else out
+    out = _fake(x, w)
+    return out if _multiply(x, [w], ends, out) else torch._grouped_mm(x, w, ends)
+
+
+def _grouped_mm_out(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out if out.is_contiguous() and _multiply(x, [w], ends, out) else out.copy_(torch._grouped_mm(x, w, ends))
 
 
 def _gated_grouped_mm(x: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    out = _multiplied(x, [w1, w3], ends)
-    if out is not None:
+    out = _fake(x, w1)
+    if _multiply(x, [w1, w3], ends, out):
         return out
     gate, value = _grouped_mm(x, w1, ends), _grouped_mm(x, w3, ends)
     result: torch.Tensor = torch.ops.overlap_inductor.chunked_silu_times.default(gate, value, ends)
@@ -162,5 +168,10 @@ def _fake(x: torch.Tensor, w: torch.Tensor, *others: torch.Tensor) -> torch.Tens
 
 # ``x [rows, inner]`` of each expert times its ``w [experts, inner, columns]``; int32 ``ends``: where its rows end.
 define("chunked_grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor", _grouped_mm, _fake)
+define(
+    "chunked_grouped_mm.out(Tensor x, Tensor w, Tensor ends, *, Tensor(a!) out) -> Tensor(a!)",
+    _grouped_mm_out,
+    lambda x, w, ends, *, out: out,
+)
 # ``silu(x @ w1) * (x @ w3)``, each product rounded to the dtype of ``x``.
 define("chunked_gated_grouped_mm(Tensor x, Tensor w1, Tensor w3, Tensor ends) -> Tensor", _gated_grouped_mm, _fake)

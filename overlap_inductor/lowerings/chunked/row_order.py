@@ -95,25 +95,26 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Ends:
-    """The kernels that find where the experts' rows end, prepared for a number of pieces and experts."""
+    """The kernel that finds where the experts' rows end, prepared for a number of pieces and experts."""
 
     def __init__(
         self, index: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor, found: torch.Tensor, ends_of: torch.Tensor
     ) -> None:
         pieces, experts = found.shape
-        varying = {"index": index, "bounds": bounds, "ends": ends, "found": found}
-        fixed = {"experts": experts, "pieces": pieces, "BLOCK": _sizes(index)[1]}
+        varying = {"index": index, "bounds": bounds, "ends": ends, "found": found, "ends_of": ends_of}
+        fixed = {
+            "experts": experts,
+            "pieces": pieces,
+            "finished": found.new_zeros(pieces),
+            "EXPERTS": 1 << (experts - 1).bit_length(),
+            "BLOCK": _sizes(index)[1],
+        }
         self._count = PreparedKernel(row_order.count_by_expert, pieces * experts, varying, fixed, num_warps=4)
-        fixed = {"experts": experts, "EXPERTS": 1 << (experts - 1).bit_length()}
-        self._sum = PreparedKernel(
-            row_order.sum_by_expert, pieces, {"found": found, "ends_of": ends_of}, fixed, num_warps=1
-        )
 
     def __call__(
         self, index: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor, found: torch.Tensor, ends_of: torch.Tensor
     ) -> None:
-        self._count(index, bounds, ends, found)
-        self._sum(found, ends_of)
+        self._count(index, bounds, ends, found, ends_of)
 
 
 class _Places:
