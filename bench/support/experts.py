@@ -128,6 +128,9 @@ class DispatchedExperts(torch.nn.Module):
     Args:
         shared: whether a shared expert also multiplies all tokens of the rank.
         exchange: the function that exchanges rows. With ``lambda x, received, sent: x``, the rows stay on their rank.
+        blocking: copy both lists of numbers of rows to the host with blocking copies. torchtitan starts the first copy
+            and waits only for the second one. Inductor reads the first list before the second copy (torch 2.11), so it
+            may read the numbers of an earlier call.
     """
 
     def __init__(
@@ -137,11 +140,12 @@ class DispatchedExperts(torch.nn.Module):
         shared: bool = False,
         sizes: ExpertSizes = SMALL,
         exchange: Exchange = exchanged,
+        blocking: bool = False,
     ) -> None:
         super().__init__()
         made = torch.Generator().manual_seed(0)
         experts, hidden, inner = sizes.experts, sizes.hidden, sizes.inner
-        self.world_size, self.sizes, self.exchange = world_size, sizes, exchange
+        self.world_size, self.sizes, self.exchange, self.blocking = world_size, sizes, exchange, blocking
 
         def weight(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=made) / shape[-1] ** 0.5
@@ -165,7 +169,7 @@ class DispatchedExperts(torch.nn.Module):
             arriving = funcol.all_to_all_single(by_rank, None, None, dist.group.WORLD)
             arriving = torch.ops._c10d_functional.wait_tensor(arriving).reshape(-1)
             # The first copy does not block. The second one returns when both are done.
-            to_each = by_rank.sum(dim=1).to(torch.device("cpu"), non_blocking=True)
+            to_each = by_rank.sum(dim=1).to(torch.device("cpu"), non_blocking=not self.blocking)
             from_each = arriving.view(self.world_size, -1).sum(dim=1).to(torch.device("cpu"))
             sent, received = to_each.tolist(), from_each.tolist()
         arrived = self.exchange(rows, received, sent)

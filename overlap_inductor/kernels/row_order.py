@@ -77,7 +77,8 @@ def count_by_expert(
     index, bounds, ends, found, ends_of, finished, experts, pieces, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """See the module. Grid: ``pieces * experts`` blocks. ``finished``: int32 ``[pieces]``, 0 before and after the
-    kernel, counts a piece's finished blocks. ``EXPERTS``: a power of two, at least ``experts``."""
+    kernel, counts a piece's finished blocks. ``ends_of``: ``[pieces, EXPERTS]``. ``EXPERTS``: a power of two, at least
+    ``experts``."""
     piece, expert = tl.program_id(0) // experts, tl.program_id(0) % experts
     rows, first, last = tl.load(bounds + pieces), tl.load(bounds + piece), tl.load(bounds + piece + 1)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int64)
@@ -91,9 +92,8 @@ def count_by_expert(
     # The store must precede the count of every thread's block.
     tl.debug_barrier()
     if tl.atomic_add(finished + piece, 1, sem="acq_rel") == experts - 1:
-        at = piece * experts + tl.arange(0, EXPERTS)
-        inside = tl.arange(0, EXPERTS) < experts
+        each = tl.arange(0, EXPERTS)
         # Other blocks have written these words, so they must not come from this SM's cache.
-        counts = tl.load(found + at, mask=inside, other=0, cache_modifier=".cg")
-        tl.store(ends_of + at, tl.cumsum(counts, 0), mask=inside)
+        counts = tl.load(found + piece * experts + each, mask=each < experts, other=0, cache_modifier=".cg")
+        tl.store(ends_of + piece * EXPERTS + each, tl.cumsum(counts, 0))
         tl.store(finished + piece, 0)

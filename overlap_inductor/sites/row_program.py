@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-GETITEM, OWN = "getitem", "overlap_inductor."
+GETITEM = "getitem"
 _Argument = Callable[[Sequence[Any], Sequence[torch.Tensor], torch.Tensor], Any]
 
 
@@ -67,28 +67,13 @@ class RowProgram:
             }
         )
 
-    def run(
-        self,
-        rows: Sequence[torch.Tensor],
-        whole: Sequence[torch.Tensor],
-        ends: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> list[Any]:
-        """Compute all values for some rows, and return them by number. The rows must be sorted by expert. If the
-        program ``stores``, the result is stored in ``out``."""
+    def run(self, rows: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], ends: torch.Tensor) -> list[Any]:
+        """Compute all values for some rows, and return them by number. The rows must be sorted by expert."""
         values = list(rows)
-        stored = self.result - len(values) if out is not None else -1
-        for number, (op, arguments, keywords) in enumerate(self._calls):
+        for op, arguments, keywords in self._calls:
             given = [argument(values, whole, ends) for argument in arguments]
-            if number == stored:
-                values.append(_storing(self.ops[number][0])(*given, out=out))
-            else:
-                values.append(op(*given, **{name: value(values, whole, ends) for name, value in keywords}))
+            values.append(op(*given, **{name: value(values, whole, ends) for name, value in keywords}))
         return values
-
-    def stores(self, given: int) -> bool:
-        """Whether ``run`` can store the result in a given tensor. ``given``: number of the program's rows."""
-        return self.result >= given and _storing(self.ops[self.result - given][0]) is not None
 
     @functools.cached_property
     def _calls(self) -> list[tuple[Any, list[_Argument], list[tuple[str, _Argument]]]]:
@@ -119,18 +104,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _operator(name: str) -> Any:
     if name == GETITEM:
         return operator.getitem
-    return getattr(_packet(name), name.split(".")[2])
-
-
-@functools.cache
-def _storing(name: str) -> Any:
-    """The overload of this package's op that stores its result, or ``None``."""
-    return getattr(_packet(name), "out", None) if name.startswith(OWN) else None
-
-
-def _packet(name: str) -> Any:
-    namespace, called, _ = name.split(".")
-    return getattr(getattr(torch.ops, namespace), called)
+    namespace, called, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), called), overload)
 
 
 def _argument(value: Any) -> _Argument:

@@ -63,6 +63,7 @@ class Messages:
         self._end = self._of_a_round(messages.end_round)
         self._arrived = {key: self._prepared(messages.wait_for_message, *key) for key in self._channels()}
         self._addresses = {key: self._addresses_of(*key) for key in self._channels()}
+        self._places: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def _channels(self) -> list[tuple[int, int]]:
         """Each lane and peer."""
@@ -121,9 +122,22 @@ class Messages:
 
     def received(self, lane: int, peer: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """The message of ``peer`` as ``[rows, width]``, in the slot. Read it after ``wait`` and before ``end``."""
-        start = self._channel(peer, self._launch.rank, lane)
-        nbytes = rows * width * dtype.itemsize
-        return self._launch.slot.data.local[start : start + nbytes].view(dtype).view(rows, width)
+        return self.place(lane, peer, width, dtype)[:rows]
+
+    def place(self, lane: int, peer: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """The place of all messages of ``peer`` in the lane, with as many rows as it has room for."""
+        key = lane, peer, width, dtype
+        found = self._places.get(key)
+        if found is None:
+            start, row = self._channel(peer, self._launch.rank, lane), width * dtype.itemsize
+            room = self._launch.slot.data.local[start : start + self.room // row * row]
+            found = self._places[key] = room.view(dtype).view(-1, width)
+        return found
+
+    def copy_out(self, lane: int, peer: int, to: torch.Tensor) -> None:
+        """Copy the message of ``peer`` into a contiguous tensor. Call it as ``received``."""
+        source = self._launch.slot.data.local.data_ptr() + self._channel(peer, self._launch.rank, lane)
+        self._copy(to.data_ptr(), source, to.nbytes, symmetric.stream_number(to.device))
 
     def end(self, there: Collection[int], back: Collection[int]) -> None:
         """Let the ranks in ``there`` and ``back`` send their next messages in lanes ``THERE`` and ``BACK``. Queue this

@@ -114,7 +114,8 @@ def main() -> int:
     torch._dynamo.config.recompile_limit = 64
     wrong = 0
     for sizes in SIZES:
-        layer = DispatchedExperts(rank, dist.get_world_size(), shared=True, sizes=sizes).to(device(), torch.bfloat16)
+        layer = DispatchedExperts(rank, dist.get_world_size(), shared=True, sizes=sizes, blocking=True)
+        layer = layer.to(device(), torch.bfloat16)
         calls = {"chunked": compiled(layer, schedule="chunked", mode="strict"), "uncompiled": layer}
         row: dict[str, Any] = {"rank": rank, "experts": sizes.experts}
         for number, loads in itertools.product(range(options.rounds), LOADS):

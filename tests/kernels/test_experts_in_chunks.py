@@ -13,6 +13,8 @@ import torch
 from overlap_inductor.errors import TransferError
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.lowerings.chunked import experts_launch
+from overlap_inductor.lowerings.chunked import merged_program
+from overlap_inductor.lowerings.chunked.gated_pieces import weights_of
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.sites.row_program import HandedOut
 from overlap_inductor.sites.row_program import RowProgram
@@ -105,7 +107,8 @@ def _expected(case: Case, rank: int, call: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _call(given: dict[str, Any], launch: Launch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    return experts_launch.all_to_all_experts(experts_launch.Layer(**given, program=PROGRAM), launch, "site_7")
+    layer = experts_launch.Layer(**given, program=PROGRAM, weights=None)
+    return experts_launch.all_to_all_experts(layer, launch, "site_7")
 
 
 def _rank(rank: int, workspace: SharedWorkspace, case: Case, right: torch.Tensor) -> None:
@@ -113,11 +116,9 @@ def _rank(rank: int, workspace: SharedWorkspace, case: Case, right: torch.Tensor
     for call in range(CALLS):
         given, ends = _given(case, rank, call), []
 
-        def recorded(
-            self: RowProgram, rows: Any, whole: Any, found: torch.Tensor, out: Any, ends: list[Any] = ends
-        ) -> list[Any]:
+        def recorded(self: RowProgram, rows: Any, whole: Any, found: torch.Tensor, ends: list[Any] = ends) -> list[Any]:
             ends.append(found.tolist())
-            return run(self, rows, whole, found, out)
+            return run(self, rows, whole, found)
 
         RowProgram.run = recorded  # type: ignore[method-assign]
         returned, (product,) = _call(given, launch)
@@ -136,6 +137,83 @@ def test_is_equal_to_exchange_experts_exchange(name: str) -> None:
     workspace = SharedWorkspace.of(world_size, *needed(world_size, case.room * ROW_BYTES))
     right = shared(world_size, CALLS)
     run_ranks(world_size, _rank, workspace, case, right)
+    assert right.all(), right
+
+
+INNER, GATED_WIDTH = 24, 16
+GATED = RowProgram(
+    (
+        (merged_program.PRODUCT, [{"row": 0}, {"whole": 1}, {"ends": 0}], {}),
+        (merged_program.SILU, [{"row": 1}], {}),
+        (merged_program.PRODUCT, [{"row": 0}, {"whole": 0}, {"ends": 0}], {}),
+        (merged_program.MUL, [{"row": 2}, {"row": 3}], {}),
+        (merged_program.PRODUCT, [{"row": 4}, {"whole": 2}, {"ends": 0}], {}),
+    ),
+    5,
+    GATED_WIDTH,
+    "float16",
+    (),
+)
+"""Gated experts. The interpreter cannot multiply bf16."""
+SORTED = ("sorted, several rounds", "sorted, two ranks")
+EMPTY = {
+    "a rank without rows": Case([[0, 0, 0], [4, 1, 2], [3, 0, 0]], 32, True),
+    "no rows at all": Case([[0, 0], [0, 0]], 32, True),
+    "all rows to one rank": Case([[0, 9, 0], [0, 8, 0], [0, 7, 0]], 32, True),
+}
+
+
+def _gated(case: Case, rank: int, call: int) -> dict[str, Any]:
+    """As ``_given``, for ``GATED``."""
+    given = _given(case, rank, call)
+    drawn = torch.Generator().manual_seed(rank)
+    shapes = [(EXPERTS, GATED_WIDTH, INNER)] * 2 + [(EXPERTS, INNER, GATED_WIDTH)]
+    whole = [(torch.randn(e, n, k, generator=drawn) / k**0.5).half().transpose(1, 2) for e, k, n in shapes]
+    x = torch.randn(given["x"].shape[0], GATED_WIDTH, generator=drawn).half()
+    ends = given["ends"].clone()
+    ends[-1] = sum(given["received"])
+    return given | {"x": x, "rows": [], "whole": whole, "ends": ends}
+
+
+def _gated_expected(case: Case, rank: int, call: int) -> torch.Tensor:
+    ranks = range(len(case.counts))
+    given = [_gated(case, r, call) for r in ranks]
+    sent = [g["x"].split(g["sent"]) for g in given]
+    results = []
+    for r, g in enumerate(given):
+        arrived = torch.cat([sent[s][r] for s in ranks])[g["index"]]
+        parts, start = [], 0
+        for end, value, gate, down in zip(g["ends"].tolist(), *(w.float() for w in g["whole"]), strict=True):
+            rows = arrived[start:end].float()
+            h = torch.nn.functional.silu((rows @ gate).half()) * (rows @ value).half()
+            parts.append((h.float() @ down).half())
+            start = end
+        result = torch.empty(len(arrived), GATED_WIDTH).half()
+        result[g["index"]] = torch.cat(parts)
+        results.append(result.split(g["received"]))
+    return torch.cat([results[p][rank] for p in ranks])
+
+
+def _gated_rank(rank: int, workspace: SharedWorkspace, case: Case, right: torch.Tensor) -> None:
+    launch, program = workspace.launch(rank), merged_program.merged(GATED, 1)
+    weights = weights_of(program.to_text())
+    assert weights == (1, 0, 2)
+    for call in range(CALLS):
+        layer = experts_launch.Layer(**_gated(case, rank, call), program=program, weights=weights)
+        returned, handed_out = experts_launch.all_to_all_experts(layer, launch, "site_7")
+        launch.faults.check()
+        right[rank, call] = not handed_out and torch.allclose(
+            returned, _gated_expected(case, rank, call), rtol=1e-2, atol=1e-2
+        )
+
+
+@pytest.mark.parametrize("name", [*SORTED, *EMPTY])
+def test_gated_experts_are_multiplied_in_two_launches(name: str) -> None:
+    case = EMPTY[name] if name in EMPTY else CASES[name]
+    world_size = len(case.counts)
+    workspace = SharedWorkspace.of(world_size, *needed(world_size, case.room * GATED_WIDTH * 2))
+    right = shared(world_size, CALLS)
+    run_ranks(world_size, _gated_rank, workspace, case, right)
     assert right.all(), right
 
 

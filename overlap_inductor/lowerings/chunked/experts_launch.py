@@ -40,6 +40,8 @@ import torch
 
 from overlap_inductor.errors import UnsupportedError
 from overlap_inductor.kernels.messages import spoil_rows
+from overlap_inductor.lowerings.chunked.gated_pieces import Weights
+from overlap_inductor.lowerings.chunked.gated_pieces import gated_pieces
 from overlap_inductor.lowerings.chunked.row_order import RowOrder
 from overlap_inductor.lowerings.chunked.row_order import Rows
 from overlap_inductor.lowerings.uneven_parts import check_parts
@@ -63,6 +65,7 @@ class Layer:
     Attributes:
         x: ``[sum(sent), width]``, rows of whole 16-byte words.
         index, ends, rows, whole, program, arrive_sorted: see ``Experts``.
+        weights: the weights of a gated program (``gated_pieces``); ``None`` for other programs.
         sent, received: rows of the first exchange to and from each rank. The second exchange returns them.
     """
 
@@ -72,6 +75,7 @@ class Layer:
     rows: Sequence[torch.Tensor]
     whole: Sequence[torch.Tensor]
     program: RowProgram
+    weights: Weights | None
     sent: Sequence[int]
     received: Sequence[int]
     arrive_sorted: bool
@@ -87,13 +91,23 @@ class Experts:
 
     Args:
         bounds, returned: see ``RowOrder``.
+        place: a place of arrived rows, as ``messages.place`` returns it.
+        results: the same for results.
 
     Attributes:
         handed_out: the values that the program returns besides its results, in the order of the experts.
         alive: tensors that other streams read.
     """
 
-    def __init__(self, layer: Layer, bounds: Sequence[int], returned: int, launch: Launch) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        bounds: Sequence[int],
+        returned: int,
+        place: torch.Tensor,
+        results: torch.Tensor,
+        launch: Launch,
+    ) -> None:
         self.rows, self.whole, self.program = layer.rows, layer.whole, layer.program
         self.arrive_sorted = layer.arrive_sorted
         only_ends = layer.arrive_sorted and not layer.rows and not layer.program.handed_out
@@ -102,15 +116,23 @@ class Experts:
             layer.x.new_empty(bounds[-1], *h.sizes, dtype=getattr(torch, h.dtype)) for h in self.program.handed_out
         ]
         self.alive: list[torch.Tensor] = []
-        self._stores = layer.arrive_sorted and layer.program.stores(1 + len(layer.rows))
+        self._gated = None
+        if only_ends and layer.weights is not None and bounds[-1]:
+            longest = max(end - first for first, end in itertools.pairwise(bounds))
+            ends = self.order.ends((bounds[0], bounds[1]))
+            self._gated = gated_pieces(layer.weights, layer.whole, place, results, ends, longest)
 
-    def compute(self, piece: Rows, arrived: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def compute(self, piece: Rows, arrived: torch.Tensor) -> torch.Tensor:
         """The results of the rows ``arrived``, which are the arrived rows ``piece``, in the order of the experts. The
-        stream may still read ``arrived``. ``out``: see ``RowProgram.run``."""
+        stream may still read ``arrived``."""
         order = self.order
+        if self._gated is not None:
+            out = arrived.new_empty(len(arrived), self.program.width)
+            self._gated(arrived, order.ends(piece), out)
+            return out
         first = arrived if self.arrive_sorted else arrived[order.places(piece)]
         others = [r[order.ordered(piece)] for r in self.rows]
-        values = self.program.run([first, *others], self.whole, order.ends(piece), out)
+        values = self.program.run([first, *others], self.whole, order.ends(piece))
         for shared, one in zip(self.handed_out, self.program.handed_out, strict=True):
             shared.index_copy_(0, order.ordered(piece), values[one.value])
         result: torch.Tensor = values[self.program.result]
@@ -122,9 +144,10 @@ class Experts:
 
     def store(self, piece: Rows, arrived: torch.Tensor, out: torch.Tensor) -> None:
         """Compute the results of ``piece``, and store them in the order in which its rows arrived."""
-        results = self.compute(piece, arrived, out if self._stores else None)
-        if self._stores:
+        if self._gated is not None:
+            self._gated(arrived, self.order.ends(piece), out)
             return
+        results = self.compute(piece, arrived)
         if self.arrive_sorted:
             out.copy_(results)
         else:
@@ -197,7 +220,9 @@ def _computed(
                     messages.send(THERE, peer, x[slice(*going[peer][turn])])
         if experts is None:
             # After the first sends, because these need nothing from here.
-            experts = Experts(layer, bounds, len(x), launch)
+            place = messages.place(THERE, sources[0], x.shape[1], x.dtype)
+            results = messages.place(BACK, peers[0], program.width, dtype)
+            experts = Experts(layer, bounds, len(x), place, results, launch)
             compute_own(halves[0])
         for source in come:
             piece = coming[source][turn]
@@ -213,7 +238,7 @@ def _computed(
                 for peer in to:
                     first, end = going[peer][turn]
                     messages.wait(BACK, peer)
-                    buffer[first:end].copy_(messages.received(BACK, peer, end - first, program.width, dtype))
+                    messages.copy_out(BACK, peer, buffer[first:end])
         if turn == turns - 1:
             compute_own(halves[1])
         receiving.join()

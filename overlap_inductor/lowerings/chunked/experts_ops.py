@@ -87,8 +87,9 @@ def _all_to_all_experts(
         return *_plain(x, index, ends, rows, whole, parsed, list(sent), list(received), group), token
     from overlap_inductor.lowerings.chunked.experts_launch import Layer
     from overlap_inductor.lowerings.chunked.experts_launch import all_to_all_experts
+    from overlap_inductor.lowerings.chunked.gated_pieces import weights_of
 
-    layer = Layer(x, index, ends, rows, whole, parsed, sent, received, arrive_sorted)
+    layer = Layer(x, index, ends, rows, whole, parsed, weights_of(program), sent, received, arrive_sorted)
     with call_order(x.device):
         return *all_to_all_experts(layer, launch, site), token
 

@@ -149,10 +149,6 @@ def _grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.T
     return out if _multiply(x, [w], ends, out) else torch._grouped_mm(x, w, ends)
 
 
-def _grouped_mm_out(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    return out if out.is_contiguous() and _multiply(x, [w], ends, out) else out.copy_(torch._grouped_mm(x, w, ends))
-
-
 def _gated_grouped_mm(x: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     out = _fake(x, w1)
     if _multiply(x, [w1, w3], ends, out):
@@ -168,10 +164,5 @@ def _fake(x: torch.Tensor, w: torch.Tensor, *others: torch.Tensor) -> torch.Tens
 
 # ``x [rows, inner]`` of each expert times its ``w [experts, inner, columns]``; int32 ``ends``: where its rows end.
 define("chunked_grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor", _grouped_mm, _fake)
-define(
-    "chunked_grouped_mm.out(Tensor x, Tensor w, Tensor ends, *, Tensor(a!) out) -> Tensor(a!)",
-    _grouped_mm_out,
-    lambda x, w, ends, *, out: out,
-)
 # ``silu(x @ w1) * (x @ w3)``, each product rounded to the dtype of ``x``.
 define("chunked_gated_grouped_mm(Tensor x, Tensor w1, Tensor w3, Tensor ends) -> Tensor", _gated_grouped_mm, _fake)

@@ -18,6 +18,8 @@ BLOCKS, BLOCK = 64, 1024
 """Blocks of the kernels for each piece, and rows that a block reads at once."""
 SMALL_BLOCKS, SMALL_BLOCK = 4, 32
 """The same in Triton's interpreter, which runs one block after the other."""
+WIDE = 4
+"""Fewest words for the ends of a piece, so that they are aligned to 16 bytes."""
 EVEN = 16
 """Vectors of int64 begin at multiples of this many elements, so that they are aligned."""
 
@@ -58,7 +60,9 @@ class RowOrder:
         rows, experts = bounds[-1], ends.shape[0]
         numbers = _on_device([*bounds, returned], index.device)
         self.arrived, self.returned = numbers[-2:-1], numbers[-1:]
-        found, self._ends = index.new_empty(2, pieces, experts, dtype=torch.int32).unbind()
+        wide = max(1 << (experts - 1).bit_length(), WIDE)
+        found, ends_of = index.new_empty(2, pieces, wide, dtype=torch.int32).unbind()
+        self._ends = ends_of[:, :experts].unbind()
         if not rows:
             self._placed = [index] * 3
             return
@@ -66,9 +70,9 @@ class RowOrder:
         key = "ends", ends.dtype, pieces, experts
         start = launch.prepared.get(key)
         if start is None:
-            start = _Ends(index, numbers, ends, found, self._ends)
+            start = _counting(index, numbers, ends, found, ends_of)
             launch.remember(key, start)
-        start(index, numbers, ends, found, self._ends)
+        start(index, numbers, ends, found, ends_of)
         self._placed = [] if only_ends else _placed(index, numbers, rows, pieces, launch)
 
     def ends(self, piece: Rows) -> torch.Tensor:
@@ -94,27 +98,20 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
-class _Ends:
+def _counting(
+    index: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor, found: torch.Tensor, ends_of: torch.Tensor
+) -> PreparedKernel:
     """The kernel that finds where the experts' rows end, prepared for a number of pieces and experts."""
-
-    def __init__(
-        self, index: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor, found: torch.Tensor, ends_of: torch.Tensor
-    ) -> None:
-        pieces, experts = found.shape
-        varying = {"index": index, "bounds": bounds, "ends": ends, "found": found, "ends_of": ends_of}
-        fixed = {
-            "experts": experts,
-            "pieces": pieces,
-            "finished": found.new_zeros(pieces),
-            "EXPERTS": 1 << (experts - 1).bit_length(),
-            "BLOCK": _sizes(index)[1],
-        }
-        self._count = PreparedKernel(row_order.count_by_expert, pieces * experts, varying, fixed, num_warps=4)
-
-    def __call__(
-        self, index: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor, found: torch.Tensor, ends_of: torch.Tensor
-    ) -> None:
-        self._count(index, bounds, ends, found, ends_of)
+    experts, (pieces, wide) = ends.shape[0], ends_of.shape
+    varying = {"index": index, "bounds": bounds, "ends": ends, "found": found, "ends_of": ends_of}
+    fixed = {
+        "experts": experts,
+        "pieces": pieces,
+        "finished": found.new_zeros(pieces),
+        "EXPERTS": wide,
+        "BLOCK": _sizes(index)[1],
+    }
+    return PreparedKernel(row_order.count_by_expert, pieces * experts, varying, fixed, num_warps=4)
 
 
 class _Places:
