@@ -13,10 +13,9 @@ from overlap_inductor.facts.machine import Machine
 
 EXPOSED = 0.2
 """Exposed fraction of the shorter of matmuls and transfers."""
-HOST_SECONDS, PEER_SECONDS = 1.2e-3, 0.35e-3
-"""Host time of a call's launches, and of the piece of each peer. (Hosts differ: 1.0 ms to 1.9 ms were seen for a call
-of 2 ranks.)"""
-RANKS = 2
+HOST_SECONDS, PEER_SECONDS = 0.4e-3, 0.1e-3
+"""Host time of a call's launches, and of the piece of each peer."""
+RANKS = 4
 """The largest measured group."""
 
 
