@@ -136,7 +136,7 @@ def measured(name: str, form: str, tokens: int, options: argparse.Namespace, clo
         return greatest(float((call(*inputs).double() - expected).abs().max() / expected.abs().max()))
 
     errors = {call_name: error(call) for call_name, call in calls.items()}
-    # The graphs are compiled now. To enter ``overlap`` takes the host 0.4 to 0.8 ms, so the timed calls do not enter it.
+    # The graphs are compiled now. Entering ``overlap`` takes the host 0.4 to 0.8 ms, so timed calls do not enter it.
     every: dict[str, Callable[[], Any]] = {n: lambda c=c: c.function(*inputs) for n, c in calls.items()}
     every["transfers"] = transfers
     times = {}
