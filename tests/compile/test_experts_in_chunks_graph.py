@@ -15,6 +15,7 @@ from bench.support.experts import SMALL
 from bench.support.experts import DispatchedExperts
 from bench.support.experts import ExpertSizes
 from overlap_inductor.facts.machine import BOXES
+from overlap_inductor.lowerings.chunked import experts
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.torch_compat.target import planning_for
 from tests.support.fake_group import fake_group
@@ -112,6 +113,15 @@ def test_runs_of_unknown_number_are_compiled() -> None:
     assert not report.sites and not report.notices
 
 
+def test_a_group_of_too_many_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masks of ``kernels.messages`` have a bit for each rank."""
+    monkeypatch.setattr(experts, "MOST_RANKS", 3)
+    with fake_group(4), planning_for(BOXES["h200"]), torch.no_grad():
+        (report,) = reports_of(DispatchedExperts(0, 4), *_given(64, SMALL), schedule="chunked")
+    (site,) = report.sites
+    assert "the group has 4 ranks; messages can be sent among 3" in site.decision.reasons[0].text
+
+
 class _Dropped(DispatchedExperts):
     def forward(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         kept = (scores[:, 0] > 0.1).nonzero().view(-1)
@@ -153,10 +163,17 @@ def test_a_graph_that_inductor_captures_is_left_as_written() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "world_size", "trained", "schedule"),
-    [(16384, 2, False, "chunked"), (8192, 2, False, "keep"), (32768, 4, False, "keep"), (32768, 2, True, "keep")],
+    [
+        (16384, 2, False, "chunked"),
+        (8192, 2, False, "keep"),
+        (32768, 4, False, "chunked"),
+        (16384, 4, False, "keep"),
+        (32768, 2, True, "keep"),
+    ],
 )
 def test_auto_counts_launches_and_copies(tokens: int, world_size: int, trained: bool, schedule: str) -> None:
-    """On 2 H200s, chunks of a layer of 64 experts gain with 16384 tokens. With 8192 tokens, the host is the limit.
+    """Chunks of a layer of 64 experts gain with 16384 tokens on 2 H200s, and with 32768 on 4. With half as many, the
+    host may be the limit.
     In training, the values that are saved for the backward graph are copied into the order of the experts."""
     with fake_group(world_size), planning_for(BOXES["h200"]), torch.set_grad_enabled(trained):
         layer = DispatchedExperts(0, world_size, sizes=ExpertSizes(experts=64, chosen=8)).bfloat16()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from overlap_inductor.kernels import gate
+from overlap_inductor.kernels import grouped_matmul
 from overlap_inductor.kernels import messages
 from overlap_inductor.kernels import row_order
 
@@ -23,15 +25,16 @@ TYPES |= dict.fromkeys(("flags", "queues", "stop", "counts", "found", "ends_of",
 TYPES |= dict.fromkeys(("x", "y", "out", "result"), "*bf16")
 
 
-def _assembly(kernel: Any, **constants: int) -> str:
+def _assembly(kernel: Any, types: Mapping[str, str] | None = None, **constants: int) -> str:
     """The kernel's PTX. Sizes such as the number of pieces are arguments, not constants."""
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
+    names, known = kernel.arg_names, TYPES | dict(types or {})
+    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
     # A ``width`` of whole words lets the kernel's masks end between words.
     aligned = [i for i, n in enumerate(names) if (signature[n][0] == "*" and n != "rows") or n == "width"]
     divisible = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, divisible)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    options = {"num_warps": constants.get("THREADS", 128) // 32, "num_stages": 3}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return str(compiled.asm["ptx"])
 
 
@@ -51,6 +54,21 @@ def test_orders_of_rows_are_assembled() -> None:
     assert "st.global" in _assembly(row_order.place_rows, BLOCKS=64, BLOCK=1024)
     assert "st.global" in _assembly(row_order.count_by_expert, EXPERTS=32, BLOCK=1024)
     assert "st.global" in _assembly(messages.spoil_rows, BLOCK=1024)
+
+
+def test_grouped_matmuls_use_bulk_loads_and_tensor_cores() -> None:
+    """A claim is one atomic of the block's first thread (``tile_order``)."""
+    sizes = {"EXPERTS": 32, "BLOCK_M": 128, "BLOCK_K": 64, "GROUP_M": 8, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True}
+    types = {"x_desc": "tensordesc<bf16[128, 64]>", "queue": "*i32"}
+    types |= dict.fromkeys(("w1_desc", "w3_desc"), "tensordesc<bf16[128, 64]>")
+    gated = types | {"out_desc": "tensordesc<bf16[128, 128]>"}
+    single = types | {"w_desc": "tensordesc<bf16[256, 64]>", "out_desc": "tensordesc<bf16[128, 256]>"}
+    for assembly in (
+        _assembly(grouped_matmul.multiply_gated, gated, BLOCK_N=128, **sizes),
+        _assembly(grouped_matmul.multiply_each, single, BLOCK_N=256, **sizes),
+    ):
+        assert "cp.async.bulk.tensor" in assembly and "wgmma" in assembly
+        assert "@!other atom.relaxed.gpu.global.add.s32" in assembly
 
 
 def test_the_gate_loads_and_stores_whole_words() -> None:

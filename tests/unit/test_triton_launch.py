@@ -106,15 +106,32 @@ def test_the_direct_launch_replaces_only_the_varying_arguments(monkeypatch: pyte
         TensorDescriptor.from_tensor(whole, [16, 16]),
         None,
     ]
-    launch = triton_launch._Direct(compiled, 4, arguments, [5, 2, 1], None, lambda *a: pytest.fail("not direct"))
-    for a, b, c in ((second, moving, first), (None, torch.zeros(32, 64), second)):
+    launch = triton_launch._Direct(compiled, 4, arguments, [5, 2, 1], [], None, lambda *a: pytest.fail("not direct"))
+    for a, b, c in ((second, moving, first), (None, torch.zeros(32, 64), second), (3, moving, first)):
         launch(a, b, c)
         grid, arguments_given = given[-1][:4], given[-1][-14:]
         assert grid == (4, 1, 1, 77)
         assert arguments_given[0] is fixed and arguments_given[1] == c.data_ptr()
         assert arguments_given[2:7] == (("map", b.data_ptr()), 32, 64, 64, 1)
         assert arguments_given[7:13] == (5, ("map", whole.data_ptr()), 16, 16, 16, 1)
-        assert arguments_given[13] == (None if a is None else a.data_ptr())
+        assert arguments_given[13] == (a.data_ptr() if isinstance(a, torch.Tensor) else a)
+
+
+def test_a_descriptor_may_have_any_rows() -> None:
+    """The tensor map and the shape that a launch passes are those of its own tensor."""
+    meta = {"swizzle": 0, "elem_size": 2, "elem_type": 0, "block_size": [16, 16]}
+    encoded: list[Any] = []
+
+    def encode(*facts: Any) -> Any:
+        encoded.append(facts)
+        return "map", facts[0], tuple(facts[5])
+
+    x = torch.zeros(64, 32)
+    maps = triton_launch._Maps(TensorDescriptor.from_tensor(x, [16, 16]), meta, encode, {0: 0}, True)
+    for rows in (64, 10, 64):
+        address = x.data_ptr()
+        assert maps.flat(x[:rows]) == [("map", address, (rows, 32)), rows, 32, 32, 1]
+    assert len(encoded) == 2
 
 
 def _callable(function: Any) -> Any:

@@ -39,6 +39,7 @@ from overlap_inductor.sites.sizes import rounded
 from overlap_inductor.sites.sizes import sizes_at
 from overlap_inductor.sites.step_emitter import StepEmitter
 from overlap_inductor.torch_compat.cuda_graphs import captured_by_inductor
+from overlap_inductor.transports.messages import MOST_RANKS
 from overlap_inductor.transports.messages import TRANSPORT
 from overlap_inductor.transports.messages import needed
 
@@ -70,6 +71,8 @@ class ExpertsSchedule(OneOpSchedule):
         source = tools.value(nodes.dispatch.input)
         if (reason := self.why_not_between(site.facts.collective.ranks, source.device)) is not None:
             return reason
+        if site.facts.collective.world_size > MOST_RANKS:
+            return f"the group has {site.facts.collective.world_size} ranks; messages can be sent among {MOST_RANKS}"
         if not has_example(site):
             return "the number of rows that the rank sends is only known when the graph runs, and messages need a size"
         if captured_by_inductor():

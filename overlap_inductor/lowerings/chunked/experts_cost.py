@@ -14,8 +14,8 @@ from overlap_inductor.facts.machine import Machine
 EXPOSED = 0.2
 """Exposed fraction of the shorter of matmuls and transfers."""
 HOST_SECONDS, PEER_SECONDS = 0.9e-3, 0.2e-3
-"""Host time of a call's launches, and of the piece of each peer. On a host without other work, calls of 2 ranks took 0.4
-to 0.6 ms, and calls of 4 ranks 0.8 ms. On busy hosts, layers of 8192 tokens on 2 GPUs and of 16384 on 4 lost up to
+"""Host time of a call's launches, and of the piece of each peer. On a host without other work, calls of 2 ranks took
+0.4 to 0.6 ms, and calls of 4 ranks 0.8 ms. On busy hosts, layers of 8192 tokens on 2 GPUs and of 16384 on 4 lost up to
 30 %, so the constants are larger."""
 RANKS = 4
 """The largest measured group."""
