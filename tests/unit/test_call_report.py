@@ -174,6 +174,23 @@ def _is_looked_at(state: _State) -> bool:
     return state.looked > before
 
 
+def test_looks_become_rare_when_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time to the next look is a share of the time since the last report, between ``AGAIN`` and ``INTERVAL``."""
+    monkeypatch.setattr(call_report, "group_store", lambda group: dist.HashStore())
+    state = _State(type("Group", (), {"rank": lambda self: 0})())
+    looks, watching = call_report._Looks(weakref.ref(state)), call_report._Watching()
+    assert looks.interval(1e9) == call_report.INTERVAL, "nothing was reported yet"
+    state.reached = lambda: 3  # type: ignore[method-assign]
+    assert watching._looked(looks) and looks.reported is None
+    assert watching._looked(looks) and looks.reported is not None
+    first = looks.reported
+    assert watching._looked(looks) and looks.reported == first, "the same place is no new report"
+    waits = [looks.interval(first + seconds) for seconds in (0.0, 1.0, 2.0, 1e3)]
+    assert waits == pytest.approx([call_report.AGAIN, 0.05, 0.1, call_report.INTERVAL])
+    state.reached = lambda: 4  # type: ignore[method-assign]
+    assert watching._looked(looks) and watching._looked(looks) and looks.reported > first
+
+
 def test_groups_that_end_before_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watching thread goes on with the other groups."""
     monkeypatch.setattr(call_report, "INTERVAL", 0.05)
