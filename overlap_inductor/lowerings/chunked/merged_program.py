@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the ops of a ``RowProgram`` as fewer launches, for the gated experts of most models::
 
-r1 = _grouped_mm(r0, w0, ends)           r1 = r2 = r3 = [0][0]     # no work; later values keep their numbers
-r2 = silu(r1)                     ->
-r3 = _grouped_mm(r0, w1, ends)
-r4 = mul(r2, r3)                         r4 = chunked_gated_grouped_mm(r0, w0, w1, ends)
-r5 = _grouped_mm(r4, w2, ends)           r5 = chunked_grouped_mm(r4, w2, ends)
+    r1 = _grouped_mm(r0, w0, ends)
+    r2 = silu(r1)                     ->
+    r3 = _grouped_mm(r0, w1, ends)
+    r4 = mul(r2, r3)                         r4 = chunked_gated_grouped_mm(r0, w0, w1, ends)
+    r5 = _grouped_mm(r4, w2, ends)           r5 = chunked_grouped_mm(r4, w2, ends)
 
+In place of ``r1`` to ``r3`` stands an op without work, so that later values keep their numbers.
 If other ops or nodes read a product, only ``silu`` and ``mul`` become one op: ``chunked_silu_times``.
 """
 
