@@ -85,9 +85,9 @@ def wait_for_message(flags, queues, stop, patience, site, peer, lane, signals, W
 
 @triton.jit(do_not_specialize=["there_mask", "back_mask", "rank", "signals"])
 def end_round(there_mask, back_mask, peer_flags, queues, stop, rank, signals, WORLD: tl.constexpr):
-    """Unless the group has been aborted, tell ranks that this rank has read the last of their messages that it waited
-    for: the ranks in ``there_mask`` for lane 0, and those in ``back_mask`` for lane 1. Grid: one block, on a stream
-    after the reads."""
+    """Tell the ranks in ``there_mask`` for lane 0, and those in ``back_mask`` for lane 1, that this rank has read the
+    last message that it waited for. Does nothing if the group has been aborted. Grid: one block, on a stream after the
+    reads."""
     for lane in tl.static_range(2):
         mask = back_mask if lane else there_mask
         for peer in range(WORLD):
