@@ -117,7 +117,8 @@ class Messages:
         self._copy(flag, counter, WORD, stream)
 
     def wait(self, lane: int, peer: int) -> None:
-        """Wait until the lane's next message of ``peer`` has arrived. Call ``end`` before the next ``wait``."""
+        """Wait until the lane's next message of ``peer`` has arrived. Call ``end`` before the next ``wait`` for this
+        lane and peer."""
         self._arrived[lane, peer]()
 
     def received(self, lane: int, peer: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -135,7 +136,7 @@ class Messages:
         return found
 
     def copy_out(self, lane: int, peer: int, to: torch.Tensor) -> None:
-        """Copy the message of ``peer`` into a contiguous tensor. Call it as ``received``."""
+        """Copy the message of ``peer`` into a contiguous tensor. Call this after ``wait`` and before ``end``."""
         source = self._launch.slot.data.local.data_ptr() + self._channel(peer, self._launch.rank, lane)
         self._copy(to.data_ptr(), source, to.nbytes, symmetric.stream_number(to.device))
 

@@ -196,7 +196,7 @@ def _gated_expected(case: Case, rank: int, call: int) -> torch.Tensor:
 
 def _gated_rank(rank: int, workspace: SharedWorkspace, case: Case, right: torch.Tensor) -> None:
     launch, program = workspace.launch(rank), merged_program.merged(GATED, 1)
-    weights = weights_of(program.to_text())
+    weights = weights_of(program)
     assert weights == (1, 0, 2)
     for call in range(CALLS):
         layer = experts_launch.Layer(**_gated(case, rank, call), program=program, weights=weights)
@@ -234,6 +234,18 @@ def test_a_missing_rank_spoils_the_results() -> None:
     workspace, spoilt = SharedWorkspace.of(2, *needed(2, 64 * ROW_BYTES)), shared(1)
     run_ranks(2, _alone, workspace, CASES["one round"], spoilt)
     assert spoilt.all()
+
+
+def test_a_sender_waits_until_its_last_message_is_taken() -> None:
+    """Rank 1 takes nothing, so rank 0 may send one message in each lane. Then its wait gives up."""
+    launch = SharedWorkspace.of(2, *needed(2, 1024)).launch(0, patience_ns=200_000)
+    messages = messages_of(launch)
+    messages.begin([1], [])
+    messages.begin([], [1])
+    launch.faults.check()
+    messages.begin([1], [])
+    with pytest.raises(TransferError):
+        launch.faults.check()
 
 
 def test_a_message_larger_than_its_room_is_refused() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from overlap_inductor.lowerings.chunked.grouped_ops import Tiles
 from overlap_inductor.lowerings.chunked.grouped_ops import kernel
+from overlap_inductor.lowerings.chunked.grouped_ops import prepared
 
 SMALL = Tiles(16, 16, 16, 1, group=2, warps=1)
 ENDS = {
@@ -48,13 +49,13 @@ def _expected(x: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> to
 def test_is_a_matmul_for_each_expert(case: str, count: int, transposed: bool) -> None:
     """The second launch has other numbers of rows. Rows behind the last end are not written."""
     inner, columns = 32, 40
-    prepared = None
+    launch = None
     for ends in (ENDS[case], [2 * end for end in ENDS[case]]):
         x, on_device, *weights = _given(ends, inner, columns, count, transposed)
         out = torch.full((len(x), columns), 9.0).half()
-        if prepared is None:
-            prepared = kernel(x, weights, out, on_device, SMALL, transposed)
-        prepared(x, *weights, out, out, on_device)
+        if launch is None:
+            launch = kernel(x, weights, out, on_device, SMALL, transposed)
+        launch(x, *weights, out, out, on_device)
         torch.testing.assert_close(out[: ends[-1]], _expected(x, on_device, *weights), rtol=2e-3, atol=2e-3)
         assert (out[ends[-1] :] == 9.0).all()
 
@@ -70,3 +71,30 @@ def test_a_weights_values_behind_an_expert_do_not_matter(count: int) -> None:
     expected = _expected(x, ends, *weights)
     torch.testing.assert_close(out[:5], expected[:5], rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(out[22:70], expected[22:70], rtol=2e-3, atol=2e-3)
+
+
+def test_operands_of_other_layouts_are_refused_and_leave_no_trace() -> None:
+    """A kernel that was prepared for strided rows would read between them."""
+    x, ends, w = _given([5, 22, 70], 32, 40, 1, True)
+    out = torch.zeros(len(x), 40).half()
+    wide = torch.randn(len(x), 64).half()
+    unaligned = torch.zeros(x.numel() + 1).half()[1:].view(x.shape)
+    unaligned_ends = torch.zeros(4, dtype=torch.int32)[1:]
+    for strided in (wide[:, :32], unaligned, x.t().contiguous().t()):
+        assert prepared(strided, [w], out, ends) is None
+    assert prepared(x, [w], out, torch.zeros(6, dtype=torch.int32)[::2]) is None
+    assert prepared(x, [w], out, unaligned_ends) is None
+    assert prepared(x, [w], out, ends.long()) is None
+    assert prepared(x, [w[:1].expand(3, -1, -1)], out, ends) is None
+    one_row = prepared(wide[:1, :32], [w], out[:1], ends)
+    found = prepared(x, [w], out, ends)
+    assert found is not None and found is one_row
+    found(x, w, out, out, ends)
+    torch.testing.assert_close(out[:70], _expected(x, ends, w), rtol=2e-3, atol=2e-3)
+
+
+def test_row_major_weights_need_whole_tiles_of_the_contracted_dim() -> None:
+    x, ends, w = _given([5, 22, 70], 32, 40, 1, False)
+    assert prepared(x, [w], torch.zeros(len(x), 40).half(), ends) is None
+    x, ends, w = _given([5, 22, 70], 64, 40, 1, False)
+    assert prepared(x, [w], torch.zeros(len(x), 40).half(), ends) is not None

@@ -52,7 +52,8 @@ def test_taken_messages_are_released_at_system_scope_behind_a_barrier() -> None:
 def test_orders_of_rows_are_assembled() -> None:
     assert "st.global" in _assembly(row_order.count_rows, BLOCKS=64, BLOCK=1024)
     assert "st.global" in _assembly(row_order.place_rows, BLOCKS=64, BLOCK=1024)
-    assert "st.global" in _assembly(row_order.count_by_expert, EXPERTS=32, BLOCK=1024)
+    counting = _assembly(row_order.count_by_expert, EXPERTS=32, BLOCK=1024)
+    assert "atom.global.gpu.acq_rel" in counting and "ld.global.cg" in counting
     assert "st.global" in _assembly(messages.spoil_rows, BLOCK=1024)
 
 

@@ -20,6 +20,7 @@ from overlap_inductor.lowerings.chunked.merged_program import PRODUCT
 from overlap_inductor.lowerings.chunked.merged_program import SILU
 from overlap_inductor.lowerings.chunked.merged_program import SILU_TIMES
 from overlap_inductor.lowerings.chunked.merged_program import merged
+from overlap_inductor.lowerings.chunked.merged_program import merged_from_text
 from overlap_inductor.sites.row_program import HandedOut
 from overlap_inductor.sites.row_program import RowProgram
 
@@ -44,7 +45,7 @@ def _names(program: RowProgram) -> list[str]:
 
 def test_gated_experts_are_two_launches() -> None:
     assert _names(GATED_EXPERTS) == [GATED, GROUPED]
-    assert weights_of(merged(GATED_EXPERTS, 1).to_text()) == (0, 1, 2)
+    assert weights_of(merged_from_text(GATED_EXPERTS.to_text(), 1)) == (0, 1, 2)
 
 
 def test_a_gate_on_the_right_of_the_product() -> None:
@@ -57,7 +58,7 @@ def test_values_that_others_read_are_computed() -> None:
     saved = tuple(HandedOut(number, (24,), "bfloat16") for number in (0, 1, 3, 4))
     program = dataclasses.replace(GATED_EXPERTS, handed_out=saved)
     assert _names(program) == [GROUPED, GROUPED, SILU_TIMES, GROUPED]
-    assert weights_of(merged(program, 1).to_text()) is None
+    assert weights_of(merged(program, 1)) is None
 
 
 def test_a_product_that_is_read_twice_is_computed() -> None:

@@ -21,7 +21,6 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.lowerings.chunked import experts_cost
-from overlap_inductor.lowerings.chunked.merged_program import merged
 from overlap_inductor.lowerings.one_op.schedule import OneOpSchedule
 from overlap_inductor.lowerings.rows import overlap
 from overlap_inductor.lowerings.schedule import ExchangeTerms
@@ -136,7 +135,7 @@ class ExpertsSchedule(OneOpSchedule):
             nodes.ends,
             operands.rows,
             operands.whole,
-            merged(operands.program, 1 + len(operands.rows)).to_text(),
+            operands.program.to_text(),
             splits.sent,
             splits.received,
             nodes.arrive_sorted,

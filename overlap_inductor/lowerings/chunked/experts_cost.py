@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of experts between two exchanges in schedule ``chunked``, with constants measured on 2 H200s
+"""Estimates of experts between two exchanges in schedule ``chunked``, with constants measured on 2 and 4 H200s
 (bench/results/experts.jsonl)."""
 
 from __future__ import annotations

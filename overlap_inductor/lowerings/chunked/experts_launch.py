@@ -6,7 +6,7 @@ engines move the rows of both exchanges, so no SM does. Each rank's rows are com
                     compute the first half of the own rows
     each round:     for each rank: wait for its rows; compute them; send them back   # back: side stream
                     for each rank: wait for the rows that it returns; copy them out  # receiving stream
-                    let the ranks send their next messages
+                    let the ranks send their next rows, and their next results
     last:           compute the second half of the own rows
 
 The first half of the own rows hides the rows that arrive first, and the second half the rows that return last. A round
@@ -19,7 +19,8 @@ The host knows its own numbers of rows only. It reads no more numbers than the p
 Forward progress. A round has three phases in the launch order of every rank: send, compute and return, receive. Every
 wait is for something that a peer does in an earlier phase:
 
-- all sends and returns of a round: the peers have ended the last round (third phase of that round);
+- a send: the peer has taken the rows of the last round (second phase of that round);
+- a return: the peer has taken the results of the last round (third phase of that round);
 - a piece: the peer has sent its rows (first phase);
 - received results: the peer has returned them (second phase).
 
@@ -44,6 +45,7 @@ from overlap_inductor.lowerings.chunked.gated_pieces import Weights
 from overlap_inductor.lowerings.chunked.gated_pieces import gated_pieces
 from overlap_inductor.lowerings.chunked.row_order import RowOrder
 from overlap_inductor.lowerings.chunked.row_order import Rows
+from overlap_inductor.lowerings.one_op.operands import left_operand
 from overlap_inductor.lowerings.uneven_parts import check_parts
 from overlap_inductor.runtime.side_stream import InOrder
 from overlap_inductor.runtime.side_stream import SideStream
@@ -186,7 +188,7 @@ def _computed(
     layer: Layer, launch: Launch, side: SideStream | InOrder, receiving: SideStream | InOrder
 ) -> tuple[torch.Tensor, Experts]:
     """Launch the call. Returns ``(buffer of the returned rows, the experts)``. The caller joins the streams."""
-    x, program, sent, received = layer.x.contiguous(), layer.program, layer.sent, layer.received
+    x, program, sent, received = left_operand(layer.x), layer.program, layer.sent, layer.received
     world_size, rank = launch.world_size, launch.rank
     messages, dtype = messages_of(launch), getattr(torch, program.dtype)
     most = messages.room // max(x.shape[1] * x.element_size(), program.width * dtype.itemsize)
@@ -211,11 +213,13 @@ def _computed(
             experts.store(piece, x[mine], buffer[mine])
 
     turns = max(1, *map(len, (*going.values(), *coming.values())))
+    # In a call of several rounds, rows are sent and taken without regard to results, so that rounds overlap.
+    lone = turns == 1
     for turn in range(turns):
         to, come = ([r for r, parts in every.items() if len(parts) > turn] for every in (going, coming))
-        if to or come:
+        if to or (come and lone):
             with side:
-                messages.begin(to, come)
+                messages.begin(to, come if lone else ())
                 for peer in to:
                     messages.send(THERE, peer, x[slice(*going[peer][turn])])
         if experts is None:
@@ -224,6 +228,9 @@ def _computed(
             results = messages.place(BACK, peers[0], program.width, dtype)
             experts = Experts(layer, bounds, len(x), place, results, launch)
             compute_own(halves[0])
+        if come and not lone:
+            with side:
+                messages.begin((), come)
         for source in come:
             piece = coming[source][turn]
             messages.wait(THERE, source)
@@ -233,17 +240,20 @@ def _computed(
             alive.append(results)
             with side:
                 messages.send(BACK, source, results)
+        if come and not lone:
+            messages.end(come, ())
         if to:
             with receiving:
                 for peer in to:
                     first, end = going[peer][turn]
                     messages.wait(BACK, peer)
                     messages.copy_out(BACK, peer, buffer[first:end])
-        if turn == turns - 1:
-            compute_own(halves[1])
-        receiving.join()
-        if to or come:
-            messages.end(come, to)
+                if not lone:
+                    messages.end((), to)
+    compute_own(halves[1])
+    receiving.join()
+    if lone and (to or come):
+        messages.end(come, to)
     assert experts is not None
     experts.alive = [x, *alive]
     return buffer, experts

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from overlap_inductor.lowerings.chunked.merged_program import merged_from_text
 from overlap_inductor.lowerings.library import define
 from overlap_inductor.lowerings.one_op.ops import Tensors
 from overlap_inductor.lowerings.uneven_parts import check_parts
@@ -89,7 +90,9 @@ def _all_to_all_experts(
     from overlap_inductor.lowerings.chunked.experts_launch import all_to_all_experts
     from overlap_inductor.lowerings.chunked.gated_pieces import weights_of
 
-    layer = Layer(x, index, ends, rows, whole, parsed, weights_of(program), sent, received, arrive_sorted)
+    # Only inside ``call_order`` may the ops of the merged program run (``grouped_ops``).
+    fast = merged_from_text(program, 1 + len(rows))
+    layer = Layer(x, index, ends, rows, whole, fast, weights_of(fast), sent, received, arrive_sorted)
     with call_order(x.device):
         return *all_to_all_experts(layer, launch, site), token
 

@@ -11,7 +11,6 @@ A ``RowProgram`` is *gated* if it consists of these two ops, as ``merged_program
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,8 +20,11 @@ from overlap_inductor.lowerings.chunked.grouped_ops import prepared
 from overlap_inductor.lowerings.chunked.merged_program import GATED
 from overlap_inductor.lowerings.chunked.merged_program import GROUPED
 from overlap_inductor.lowerings.chunked.merged_program import NO_WORK
-from overlap_inductor.sites.row_program import from_text
+from overlap_inductor.sites.row_program import RowProgram
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
+
+MOST_OPS = 5
+"""Ops of a gated program before they are merged: three products, ``silu`` and ``mul``."""
 
 
 class Weights(NamedTuple):
@@ -33,13 +35,13 @@ class Weights(NamedTuple):
     down: int
 
 
-@functools.cache
-def weights_of(text: str) -> Weights | None:
-    """The weights of a program, given as text, if it is gated and takes and returns no other rows."""
-    program = from_text(text)
+def weights_of(program: RowProgram) -> Weights | None:
+    """The weights of a merged program, if it is gated and takes and returns no other rows."""
+    if program.handed_out or len(program.ops) > MOST_OPS:
+        return None
     # The program's only rows have number 0, so op ``i`` computes value ``i + 1``.
     ops = [(number, op) for number, op in enumerate(program.ops, 1) if op != NO_WORK]
-    if [name for _, (name, _, _) in ops] != [GATED, GROUPED] or program.handed_out:
+    if [name for _, (name, _, _) in ops] != [GATED, GROUPED]:
         return None
     (middle, (_, (x, gate, value, _), _)), (last, (_, (h, down, _), _)) = ops
     if (x, h, program.result) != ({"row": 0}, {"row": middle}, last):

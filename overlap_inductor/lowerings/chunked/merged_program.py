@@ -14,11 +14,13 @@ If other ops or nodes read a product, only ``silu`` and ``mul`` become one op: `
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from typing import Any
 
 from overlap_inductor.sites.row_program import GETITEM
 from overlap_inductor.sites.row_program import RowProgram
+from overlap_inductor.sites.row_program import from_text
 
 SILU, MUL, PRODUCT = "aten.silu.default", "aten.mul.Tensor", "aten._grouped_mm.default"
 SILU_TIMES = "overlap_inductor.chunked_silu_times.default"
@@ -35,6 +37,12 @@ def merged(program: RowProgram, given: int) -> RowProgram:
     ops = _with_gates(list(program.ops), given, kept)
     ops = _with_gated_products([_with_own_product(op) for op in ops], given, kept)
     return dataclasses.replace(program, ops=tuple(ops))
+
+
+@functools.cache
+def merged_from_text(text: str, given: int) -> RowProgram:
+    """``merged`` for a program that is given as text."""
+    return merged(from_text(text), given)
 
 
 def _with_gates(ops: list[Op], given: int, kept: set[int]) -> list[Op]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from overlap_inductor.kernels import row_order
+from overlap_inductor.lowerings.one_op.operands import left_operand
 from overlap_inductor.runtime.driver import copier
 from overlap_inductor.runtime.workspace import Launch
 from overlap_inductor.torch_compat.symmetric import stream_number
@@ -66,11 +67,13 @@ class RowOrder:
         if not rows:
             self._placed = [index] * 3
             return
-        index, ends = _aligned(index.to(torch.int64)), _aligned(ends)
+        index, ends = left_operand(index.to(torch.int64)), left_operand(ends)
         key = "ends", ends.dtype, pieces, experts
         start = launch.prepared.get(key)
         if start is None:
-            start = _counting(index, numbers, ends, found, ends_of)
+            # This memory outlives the kernel, which may be dropped while another stream runs it.
+            finished = launch.kept.setdefault(("finished", pieces), found.new_zeros(pieces))
+            start = _counting(index, numbers, ends, found, ends_of, finished)
             launch.remember(key, start)
         start(index, numbers, ends, found, ends_of)
         self._placed = [] if only_ends else _placed(index, numbers, rows, pieces, launch)
@@ -92,14 +95,13 @@ class RowOrder:
         return self._placed[2][piece[0] : piece[1]]
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, contiguous and aligned to 16 bytes, as the kernels were compiled."""
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
-
-
 def _counting(
-    index: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor, found: torch.Tensor, ends_of: torch.Tensor
+    index: torch.Tensor,
+    bounds: torch.Tensor,
+    ends: torch.Tensor,
+    found: torch.Tensor,
+    ends_of: torch.Tensor,
+    finished: torch.Tensor,
 ) -> PreparedKernel:
     """The kernel that finds where the experts' rows end, prepared for a number of pieces and experts."""
     experts, (pieces, wide) = ends.shape[0], ends_of.shape
@@ -107,7 +109,7 @@ def _counting(
     fixed = {
         "experts": experts,
         "pieces": pieces,
-        "finished": found.new_zeros(pieces),
+        "finished": finished,
         "EXPERTS": wide,
         "BLOCK": _sizes(index)[1],
     }
