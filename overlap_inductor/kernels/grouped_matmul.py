@@ -6,11 +6,12 @@ only. A tile at the end of an expert's rows also multiplies rows behind them, bu
 rows is read on the device, so the grid does not depend on it::
 
     each block: while it can claim a tile, expert after expert:
-        multiply_gated:  out = silu(x @ w1[e]) * (x @ w3[e])    # one pass over x for both weights
-        multiply_each:   out = x @ w[e]
+        out = x @ w[e]
+        GATED: out = silu(x @ w[e]) * (x @ v[e])    # one pass over x for both weights
     the last block to finish sets the queue to 0
 
-``multiply_gated`` rounds both products and ``silu`` to the dtype of ``out`` before it goes on, as separate ops do.
+With ``GATED``, both products and ``silu`` are rounded to the dtype of ``out`` before the kernel goes on, as separate
+ops do.
 
 Weights. Expert ``e``'s weight begins at row ``e * rows`` of a descriptor with two dims. ``TRANSPOSED``: the descriptor
 holds the transposed weights, ``[experts * columns, inner]``. A tile may then read the first columns of the next
@@ -86,16 +87,17 @@ def _last_block_ends(queue):
 
 
 @triton.jit(do_not_specialize=["experts"])
-def multiply_gated(
-    x_desc, w1_desc, w3_desc, out_desc, out, ends, queue, experts, inner, columns,
+def multiply_experts(
+    x_desc, w_desc, v_desc, out_desc, out, ends, queue, experts, inner, columns,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    BATCH: tl.constexpr, THREADS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BATCH: tl.constexpr, THREADS: tl.constexpr, TRANSPOSED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """See the module. Grid: any number of blocks, ideally one per SM.
 
     Args:
-        x_desc: ``[rows, inner]``, blocks ``[BLOCK_M, BLOCK_K]``.
-        w1_desc, w3_desc: blocks ``[BLOCK_N, BLOCK_K]`` if ``TRANSPOSED``, else ``[BLOCK_K, BLOCK_N]``.
+        x_desc: ``[rows, inner]``, fp16 or bf16, blocks ``[BLOCK_M, BLOCK_K]``.
+        w_desc, v_desc: blocks ``[BLOCK_N, BLOCK_K]`` if ``TRANSPOSED``, else ``[BLOCK_K, BLOCK_N]``. Without ``GATED``,
+            ``v_desc`` is ``None``.
         out_desc, out: ``[rows, columns]``, blocks ``[BLOCK_M, BLOCK_N]``.
         ends: int32 ``[experts]``.
         queue: int32 ``[2]``, 0 before and after the kernel: claimed tiles, and finished blocks.
@@ -111,42 +113,22 @@ def multiply_gated(
             if turn < count:
                 expert, first_row, end_row, m, n = _tile_of(turn, first, end, tiles, passed, tiles_n, EXPERTS, GROUP_M)
                 row, column = first_row + m * BLOCK_M, n * BLOCK_N
-                gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                value = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                if GATED:
+                    value = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
                 for k in tl.range(0, inner, BLOCK_K):
                     x = x_desc.load([row, k])
-                    gate = tl.dot(x, _weight_tile(w1_desc, expert, k, column, inner, columns, TRANSPOSED), gate)
-                    value = tl.dot(x, _weight_tile(w3_desc, expert, k, column, inner, columns, TRANSPOSED), value)
+                    w = _weight_tile(w_desc, expert, k, column, inner, columns, TRANSPOSED)
+                    product = tl.dot(x, w, product)
+                    if GATED:
+                        v = _weight_tile(v_desc, expert, k, column, inner, columns, TRANSPOSED)
+                        value = tl.dot(x, v, value)
                 following = claim(queue, THREADS)
-                gate = gate.to(out.dtype.element_ty).to(tl.float32)
-                gate = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-                tile = (gate * value.to(out.dtype.element_ty).to(tl.float32)).to(out.dtype.element_ty)
+                tile = product.to(out.dtype.element_ty)
+                if GATED:
+                    gate = tile.to(tl.float32)
+                    gate = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+                    tile = (gate * value.to(out.dtype.element_ty).to(tl.float32)).to(out.dtype.element_ty)
                 _store(out_desc, out, tile, row, end_row, column, columns, BLOCK_M, BLOCK_N)
-                turn = claimed(following)
-    _last_block_ends(queue)
-
-
-@triton.jit(do_not_specialize=["experts"])
-def multiply_each(
-    x_desc, w_desc, out_desc, out, ends, queue, experts, inner, columns,
-    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    BATCH: tl.constexpr, THREADS: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """See the module and ``multiply_gated``."""
-    first, end, tiles, passed = _tiles(ends, experts, EXPERTS, BLOCK_M)
-    tiles_n = tl.cdiv(columns, BLOCK_N)
-    count = tl.sum(tiles, 0) * tiles_n
-    turn = claimed(claim(queue, THREADS))
-    while turn < count:
-        for _ in range(BATCH):
-            if turn < count:
-                expert, first_row, end_row, m, n = _tile_of(turn, first, end, tiles, passed, tiles_n, EXPERTS, GROUP_M)
-                row, column = first_row + m * BLOCK_M, n * BLOCK_N
-                total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-                for k in tl.range(0, inner, BLOCK_K):
-                    weight = _weight_tile(w_desc, expert, k, column, inner, columns, TRANSPOSED)
-                    total = tl.dot(x_desc.load([row, k]), weight, total)
-                following = claim(queue, THREADS)
-                _store(out_desc, out, total.to(out.dtype.element_ty), row, end_row, column, columns, BLOCK_M, BLOCK_N)
                 turn = claimed(following)
     _last_block_ends(queue)

@@ -32,6 +32,11 @@ def _given(ends: list[int], inner: int, columns: int, count: int, transposed: bo
     return x, torch.tensor(ends, dtype=torch.int32), *weights
 
 
+def _two(weights: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What a launch passes for one or two weights."""
+    return [*weights, *[None] * (2 - len(weights))]
+
+
 def _expected(x: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
     starts = [0, *ends.tolist()]
     products = []
@@ -55,7 +60,7 @@ def test_is_a_matmul_for_each_expert(case: str, count: int, transposed: bool) ->
         out = torch.full((len(x), columns), 9.0).half()
         if launch is None:
             launch = kernel(x, weights, out, on_device, SMALL, transposed)
-        launch(x, *weights, out, out, on_device)
+        launch(x, *_two(weights), out, out, on_device)
         torch.testing.assert_close(out[: ends[-1]], _expected(x, on_device, *weights), rtol=2e-3, atol=2e-3)
         assert (out[ends[-1] :] == 9.0).all()
 
@@ -67,7 +72,7 @@ def test_a_weights_values_behind_an_expert_do_not_matter(count: int) -> None:
     for w in weights:
         w[1] = float("inf")
     out = torch.zeros(len(x), 40).half()
-    kernel(x, weights, out, ends, SMALL, True)(x, *weights, out, out, ends)
+    kernel(x, weights, out, ends, SMALL, True)(x, *_two(weights), out, out, ends)
     expected = _expected(x, ends, *weights)
     torch.testing.assert_close(out[:5], expected[:5], rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(out[22:70], expected[22:70], rtol=2e-3, atol=2e-3)
@@ -89,7 +94,7 @@ def test_operands_of_other_layouts_are_refused_and_leave_no_trace() -> None:
     one_row = prepared(wide[:1, :32], [w], out[:1], ends)
     found = prepared(x, [w], out, ends)
     assert found is not None and found is one_row
-    found(x, w, out, out, ends)
+    found(x, w, None, out, out, ends)
     torch.testing.assert_close(out[:70], _expected(x, ends, w), rtol=2e-3, atol=2e-3)
 
 

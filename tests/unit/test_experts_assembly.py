@@ -25,7 +25,7 @@ TYPES |= dict.fromkeys(("flags", "queues", "stop", "counts", "found", "ends_of",
 TYPES |= dict.fromkeys(("x", "y", "out", "result"), "*bf16")
 
 
-def _assembly(kernel: Any, types: Mapping[str, str] | None = None, **constants: int) -> str:
+def _assembly(kernel: Any, types: Mapping[str, str] | None = None, **constants: int | None) -> str:
     """The kernel's PTX. Sizes such as the number of pieces are arguments, not constants."""
     names, known = kernel.arg_names, TYPES | dict(types or {})
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
@@ -61,12 +61,15 @@ def test_grouped_matmuls_use_bulk_loads_and_tensor_cores() -> None:
     """A claim is one atomic of the block's first thread (``tile_order``)."""
     sizes = {"EXPERTS": 32, "BLOCK_M": 128, "BLOCK_K": 64, "GROUP_M": 8, "BATCH": 8, "THREADS": 256, "TRANSPOSED": True}
     types = {"x_desc": "tensordesc<bf16[128, 64]>", "queue": "*i32"}
-    types |= dict.fromkeys(("w1_desc", "w3_desc"), "tensordesc<bf16[128, 64]>")
-    gated = types | {"out_desc": "tensordesc<bf16[128, 128]>"}
+    gated = (
+        types
+        | dict.fromkeys(("w_desc", "v_desc"), "tensordesc<bf16[128, 64]>")
+        | {"out_desc": "tensordesc<bf16[128, 128]>"}
+    )
     single = types | {"w_desc": "tensordesc<bf16[256, 64]>", "out_desc": "tensordesc<bf16[128, 256]>"}
     for assembly in (
-        _assembly(grouped_matmul.multiply_gated, gated, BLOCK_N=128, **sizes),
-        _assembly(grouped_matmul.multiply_each, single, BLOCK_N=256, **sizes),
+        _assembly(grouped_matmul.multiply_experts, gated, BLOCK_N=128, GATED=True, **sizes),
+        _assembly(grouped_matmul.multiply_experts, single, v_desc=None, BLOCK_N=256, GATED=False, **sizes),
     ):
         assert "cp.async.bulk.tensor" in assembly and "wgmma" in assembly
         assert "@!other atom.relaxed.gpu.global.add.s32" in assembly

@@ -214,12 +214,12 @@ def _computed(
 
     turns = max(1, *map(len, (*going.values(), *coming.values())))
     # In a call of several rounds, rows are sent and taken without regard to results, so that rounds overlap.
-    lone = turns == 1
+    one_round = turns == 1
     for turn in range(turns):
         to, come = ([r for r, parts in every.items() if len(parts) > turn] for every in (going, coming))
-        if to or (come and lone):
+        if to or (come and one_round):
             with side:
-                messages.begin(to, come if lone else ())
+                messages.begin(to, come if one_round else ())
                 for peer in to:
                     messages.send(THERE, peer, x[slice(*going[peer][turn])])
         if experts is None:
@@ -228,7 +228,7 @@ def _computed(
             results = messages.place(BACK, peers[0], program.width, dtype)
             experts = Experts(layer, bounds, len(x), place, results, launch)
             compute_own(halves[0])
-        if come and not lone:
+        if come and not one_round:
             with side:
                 messages.begin((), come)
         for source in come:
@@ -240,7 +240,7 @@ def _computed(
             alive.append(results)
             with side:
                 messages.send(BACK, source, results)
-        if come and not lone:
+        if come and not one_round:
             messages.end(come, ())
         if to:
             with receiving:
@@ -248,11 +248,11 @@ def _computed(
                     first, end = going[peer][turn]
                     messages.wait(BACK, peer)
                     messages.copy_out(BACK, peer, buffer[first:end])
-                if not lone:
+                if not one_round:
                     messages.end((), to)
     compute_own(halves[1])
     receiving.join()
-    if lone and (to or come):
+    if one_round and (to or come):
         messages.end(come, to)
     assert experts is not None
     experts.alive = [x, *alive]

@@ -66,7 +66,7 @@ class GatedPieces:
         """Store the results of the first ``ends[-1]`` rows of ``x`` in ``out``."""
         h = self.h
         self._first(x, self._gate, self._value, h, h, ends)
-        self._second(h, self._down, out, out, ends)
+        self._second(h, self._down, None, out, out, ends)
 
 
 def gated_pieces(

@@ -49,7 +49,7 @@ GATED, SINGLE = Tiles(128, 128, 64, 4), Tiles(128, 256, 64, 3)
 def prepared(
     x: torch.Tensor, weights: Sequence[torch.Tensor], out: torch.Tensor, ends: torch.Tensor
 ) -> PreparedKernel | None:
-    """The kernel of ``multiply_gated`` for two weights, or of ``multiply_each`` for one, for operands of these layouts.
+    """The kernel ``multiply_experts``, gated for two weights, for operands of these layouts.
     ``None`` if the kernels do not support them."""
     key = [x.dtype, x.shape[1], ends.dtype, x.device]
     address = x.data_ptr() | out.data_ptr() | ends.data_ptr()
@@ -88,7 +88,8 @@ def kernel(
     tiles: Tiles,
     transposed: bool,
 ) -> PreparedKernel:
-    """The prepared kernel. A launch passes ``x``, the weights, ``out`` twice, and ``ends``."""
+    """The prepared kernel. A launch passes ``x``, two weights (``None`` for a missing one), ``out`` twice, and
+    ``ends``."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from overlap_inductor.kernels import grouped_matmul
@@ -98,11 +99,12 @@ def kernel(
     experts, inner, columns = weights[0].shape
     blocks = [tiles.n, tiles.k] if transposed else [tiles.k, tiles.n]
     flat = [(w.transpose(1, 2) if transposed else w).flatten(0, 1) for w in weights]
-    names = ("w1_desc", "w3_desc") if len(weights) == 2 else ("w_desc",)
+    described = [TensorDescriptor.from_tensor(w, blocks) for w in flat]
     varying = {
         # A contiguous tensor of one row may have any stride.
         "x_desc": TensorDescriptor(x, x.shape, [inner, 1], [tiles.m, tiles.k]),
-        **{name: TensorDescriptor.from_tensor(w, blocks) for name, w in zip(names, flat, strict=True)},
+        "w_desc": described[0],
+        "v_desc": described[1] if len(described) == 2 else None,
         "out_desc": TensorDescriptor(out, out.shape, [columns, 1], [tiles.m, tiles.n]),
         "out": out,
         "ends": ends,
@@ -120,9 +122,10 @@ def kernel(
         "THREADS": 32 * tiles.warps,
         "queue": _queue(x.device),
         "TRANSPOSED": transposed,
+        "GATED": len(weights) == 2,
     }
     return PreparedKernel(
-        grouped_matmul.multiply_gated if len(weights) == 2 else grouped_matmul.multiply_each,
+        grouped_matmul.multiply_experts,
         multiprocessors(x.device),
         varying,
         fixed,
@@ -145,7 +148,7 @@ def _multiply(x: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tens
         return False
     found = prepared(x, weights, out, ends)
     if found is not None:
-        found(x, *weights, out, out, ends)
+        found(x, weights[0], weights[1] if len(weights) == 2 else None, out, out, ends)
     return found is not None
 
 
