@@ -187,13 +187,13 @@ def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refu
         failed = {site: Reason("rewrite_failed", f.error) for f in failures if f.stage != "seam" for site in f.sites}
         uncut = [f.sites for f in failures if f.stage == "seam"]
         choice = find_and_choose(graph, config, phase, refusal, failed)
-        seams = join(choice.chosen, config, uncut)
+        joined = join(choice.chosen, config, uncut)
         if not choice.chosen or config.mode not in ("on", "strict"):
             return _Outcome(choice, None, failures)
         # Both functions read the sites' nodes, which the rewrite erases.
         workspaces, requests = planner.workspace_bytes(choice.chosen), planner.workspace(choice.chosen)
         snapshot = Snapshot(graph)
-        written = rewrite_or_restore(snapshot, choice.chosen, Rewriter(graph, config, seams))
+        written = rewrite_or_restore(snapshot, choice.chosen, Rewriter(graph, config, joined))
         if not isinstance(written, Failure):
             return _Outcome(choice, _Rewritten(*written, workspaces, requests), failures, snapshot)
         failures.append(written)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
 from operator import getitem
 
 import torch
@@ -30,7 +29,9 @@ from overlap_inductor.passes import agreed_plan as exchange_steps
 from overlap_inductor.passes import delayed_matmuls
 from overlap_inductor.passes import plan as planner
 from overlap_inductor.passes.sequence.seams.find import Seam
+from overlap_inductor.passes.sequence.seams.join import Joined
 from overlap_inductor.passes.sequence.seams.write import write as write_seam
+from overlap_inductor.passes.sequence.seams.write_chain import write as write_chain
 from overlap_inductor.sites import all_to_all
 from overlap_inductor.sites import collectives
 from overlap_inductor.sites import graph_tools as tools
@@ -52,10 +53,10 @@ _STACK = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
 
 class Rewriter:
-    """Rewrites the sites of one graph in graph order. ``seams``: the seams to write in bands."""
+    """Rewrites the sites of one graph in graph order. ``joined``: the seams to write in bands, and the chains."""
 
-    def __init__(self, graph: fx.Graph, config: OverlapConfig, seams: Sequence[Seam] = ()) -> None:
-        self.graph, self.config, self.seams = graph, config, seams
+    def __init__(self, graph: fx.Graph, config: OverlapConfig, joined: Joined) -> None:
+        self.graph, self.config, self.joined = graph, config, joined
         self.plan: ExchangePlan | None = None
         self.groups: list[str] = []
         self.chains: dict[str, fx.Node] = {}
@@ -120,9 +121,12 @@ class Rewriter:
     def _write_seams(self) -> None:
         emitted = [n for nodes in self.emitted.values() for n in nodes]
         parts: dict[fx.Node, list[fx.Node]] = {}
-        for seam in self.seams:
+        for seam in self.joined.seams:
             self.seam = seam
             write_seam(self.graph, seam, emitted, parts, self.values)
+        for chain in self.joined.chains:
+            self.seam = chain.second
+            write_chain(chain, emitted, self.values)
         self.seam = None
 
     def _agree(self, placed: list[tuple[DecidedSite, fx.Node]]) -> None:

@@ -30,7 +30,7 @@ def _run(rank: int, world_size: int, kernels: bool, sub_chunks: int) -> tuple[fl
     """Returns the largest error, and one bool for each graph with a seam: whether the gather of a band begins before
     the last wait of the scatter."""
     compile_anew(kernels)
-    model, x = reduced_blocks.Layers(2), reduced_blocks.input_of(TOKENS, reduced_blocks.HIDDEN)
+    model, x = reduced_blocks.Layers(4), reduced_blocks.input_of(TOKENS, reduced_blocks.HIDDEN)
     exact_model = copy.deepcopy(model).double()
     options = {"schedule": "ring", "sequence_parallel": "on", "sub_chunks": sub_chunks}
     found = _trained(model, torch.compile(model, backend="overlap_inductor", options=options), x)
@@ -38,6 +38,7 @@ def _run(rank: int, world_size: int, kernels: bool, sub_chunks: int) -> tuple[fl
     errors = [(a.double() - b).abs().max() / b.abs().max() for a, b in zip(found, exact, strict=True)]
     error = float(torch.stack(errors).max())  # Python's ``max`` may lose a NaN
     early = []
+    assert any(s.decision.moving.parameters.get("chained") for r in reporting.all_reports() for s in r.sites)
     for report in reporting.all_reports():
         seams = [s for s in report.sites if "bands" in s.decision.moving.parameters]
         if not seams:

@@ -12,7 +12,10 @@ reduce-scatter. ``r``: this rank. ``slice(q)``: this rank's partial sums of the 
 
     gathered = exchange_start()
     for band: send shard[band] to all ranks; y[r][band] = gathered[r][band] @ w
-    for band: wait; for i in 1 .. W-1: y[r - i][band] = gathered[r - i][band] @ w         # see below
+    for band: wait; for i in 1 .. W-1: y[r + i][band] = gathered[r + i][band] @ w         # see below
+
+All other ranks' rows of a band arrive together. They are multiplied in the order in which the next scatter sends their
+products (``passes.sequence.seams.write_chain``).
 
 On a CPU, one matmul computes a small band of several ranks (``JOINED_ROWS``). In the reduce-scatter, one op then sends
 the results to all these ranks. In the gather, results are copied to their places in ``y`` as soon as they are computed.
@@ -124,9 +127,9 @@ def rewrite_gather(emit: StepEmitter, nodes: GatherNodes, bands: int) -> tuple[f
         computed = []
         for distances in steps.groups:
             if len(distances) > 1:
-                steps.multiply_together(gathered, [-distance for distance in distances], band)
+                steps.multiply_together(gathered, distances, band)
             else:
-                steps.multiply(gathered, -distances[0], band)
+                steps.multiply(gathered, distances[0], band)
             computed += steps.newest
     return gathered, steps.finish()
 

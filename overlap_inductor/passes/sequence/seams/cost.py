@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimate how long a seam takes as two rings, one after the other, and how long it takes in bands.
+"""Estimate how long a seam takes as two rings, one after the other, and how long it takes in bands. Estimate how long a
+chain of two seams takes.
 
-Two clocks, of the matmuls and of the link, step through the sends, matmuls and waits of both sites. The link carries
+Two clocks, of the matmuls and of the link, step through the sends, matmuls and waits of all sites. The link carries
 one piece at a time. Of the token-wise work, only launches and copies that bands add are counted.
 """
 
@@ -16,6 +17,7 @@ from overlap_inductor.facts.machine import Machine
 from overlap_inductor.lowerings.ring.cost import again_seconds
 from overlap_inductor.lowerings.ring.unrolled_bands import gather_groups
 from overlap_inductor.lowerings.ring.unrolled_bands import scatter_groups
+from overlap_inductor.passes.sequence.seams.chains import Chain
 from overlap_inductor.passes.sequence.seams.find import Seam
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.gather_nodes import GatherNodes
@@ -47,27 +49,30 @@ class Work:
 
 @dataclass(frozen=True)
 class Saved:
-    """The estimates for a seam in bands.
+    """The estimates for a seam in bands, or for a chain.
 
     Attributes:
-        pays: whether two rings take more than ``MARGIN`` times as long.
-        total: seconds of both sites in bands.
-        scatter, gather: seconds saved at each site; negative if bands cost time.
+        turn: seconds of the sites as rings, one after the other.
+        total: seconds of the sites in bands.
+        sites: seconds saved at each site; negative if bands cost time.
     """
 
-    pays: bool
+    turn: float
     total: float
-    scatter: float
-    gather: float
+    sites: tuple[float, ...]
+
+    @property
+    def pays(self) -> bool:
+        return self.turn > MARGIN * self.total
 
 
 class Clocks:
     """``compute``: when the matmuls so far end. ``link``: when the sends so far end. ``waited``: for each site, how
     long the matmuls waited."""
 
-    def __init__(self) -> None:
+    def __init__(self, sites: int = 2) -> None:
         self.compute = self.link = 0.0
-        self.waited = [0.0, 0.0]
+        self.waited = [0.0] * sites
 
     def multiply(self, work: Work, pieces: float) -> None:
         """Multiply one piece, which is 1 / ``pieces`` of the matmuls."""
@@ -115,37 +120,86 @@ def in_bands(
         groups: how many ranks' rows each matmul of a band computes before they are sent; empty: one rank's rows.
         received: the same for the rows that were gathered; empty: one matmul computes the rows of all other ranks.
     """
-    clocks, scattered = Clocks(), []
-    for _ in range(bands):
-        for ranks in groups or [1] * (world_size - 1):
-            clocks.multiply(scatter, world_size * bands / ranks)
-            for _ in range(ranks):
-                arrival = clocks.send(scatter.wire / (world_size - 1) / bands)
-        scattered.append(arrival)
-    clocks.multiply(scatter, world_size)
-    gathered = []
-    for arrival in scattered:
-        clocks.wait(0, arrival)
-        gathered.append(clocks.send(gather.wire / bands))
-        clocks.multiply(gather, world_size * bands)
-    for arrival in gathered:
+    clocks = Clocks()
+    for arrival in _first_steps(clocks, scatter, gather, world_size, bands, groups):
         clocks.wait(1, arrival)
         for ranks in received or [world_size - 1]:
             clocks.multiply(gather, world_size * bands / ranks)
     return clocks
 
 
+def in_chain(
+    first: tuple[Work, Work],
+    second: tuple[Work, Work],
+    world_size: int,
+    bands: int,
+    groups: Sequence[int] = (),
+    chained: Sequence[int] = (),
+    received: Sequence[int] = (),
+) -> Clocks:
+    """The clocks after the four sites of a chain (``write_chain``). ``first``, ``second``: the scatter and the gather
+    of each seam. ``groups``, ``received``: as for ``in_bands``. ``chained``: the same for the rows that the first seam
+    gathers and the second seam scatters."""
+    clocks = Clocks(4)
+    arrivals = _first_steps(clocks, *first, world_size, bands, groups)
+    clocks.multiply(second[0], world_size)
+    scattered: list[float] = []
+    gathered: list[float] = []
+
+    def passed_on(band: int) -> None:
+        clocks.wait(2, scattered[band])
+        gathered.append(clocks.send(second[1].wire / bands))
+        clocks.multiply(second[1], world_size * bands)
+
+    for band, arrival in enumerate(arrivals):
+        clocks.wait(1, arrival)
+        for ranks in chained or [world_size - 1]:
+            clocks.multiply(first[1], world_size * bands / ranks)
+        scattered.append(_sent(clocks, second[0], world_size, bands, chained or [world_size - 1]))
+        if band:
+            passed_on(band - 1)
+    for band in range(bands):
+        if band == max(bands - 2, 0):
+            passed_on(bands - 1)
+        clocks.wait(3, gathered[band])
+        for ranks in received or [world_size - 1]:
+            clocks.multiply(second[1], world_size * bands / ranks)
+    return clocks
+
+
+def _sent(clocks: Clocks, scatter: Work, world_size: int, bands: int, groups: Sequence[int]) -> float:
+    """Multiply and send one band of a scatter. Returns when the band has arrived."""
+    arrival = 0.0
+    for ranks in groups:
+        clocks.multiply(scatter, world_size * bands / ranks)
+        for _ in range(ranks):
+            arrival = clocks.send(scatter.wire / (world_size - 1) / bands)
+    return arrival
+
+
+def _first_steps(
+    clocks: Clocks, scatter: Work, gather: Work, world_size: int, bands: int, groups: Sequence[int]
+) -> list[float]:
+    """The scatter, the sends of the gather, and the matmuls of this rank's own rows. Returns when the gather's bands
+    have arrived."""
+    scattered = [_sent(clocks, scatter, world_size, bands, groups or [1] * (world_size - 1)) for _ in range(bands)]
+    clocks.multiply(scatter, world_size)
+    gathered = []
+    for arrival in scattered:
+        clocks.wait(0, arrival)
+        gathered.append(clocks.send(gather.wire / bands))
+        clocks.multiply(gather, world_size * bands)
+    return gathered
+
+
 def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
     """What ``bands`` save, compared with the two sites one after the other."""
     sites = seam.scatter, seam.gather
-    scatters, gathers = (_work(site, config) for site in sites)
+    scatters, gathers = _works(seam, config)
     machine = machine_of(seam.gather, config)
     parts = [s.decision.moving.parameters["sub_chunks"] for s in sites]
     world_size = seam.scatter.facts.collective.world_size
-    nodes = nodes_of(seam.scatter, ReduceNodes)
-    rows = nodes.sharded.chunk // bands
-    groups = [len(group) for group in scatter_groups(nodes, world_size, rows)]
-    received = [len(group) for group in gather_groups(nodes_of(seam.gather, GatherNodes), world_size, rows)]
+    groups, received = _groups(seam, bands)
     turn = in_turn(scatters, gathers, world_size, parts)
     banded = in_bands(scatters, gathers, world_size, bands, groups, received)
     # ``hops``: the sends that bands add. The gather sends a band to all ranks in one step. Each band but the first also
@@ -154,8 +208,32 @@ def saved(seam: Seam, bands: int, config: OverlapConfig) -> Saved:
     steps = hops[0] + bands - 1, hops[1] + (1 + LAUNCHES) * (bands - 1)
     added = steps[0] * machine.step_seconds, steps[1] * machine.step_seconds + copy_seconds(seam, machine)
     scatter, gather = (b - a - more for b, a, more in zip(turn.waited, banded.waited, added, strict=True))
-    total = banded.compute + sum(added)
-    return Saved(turn.compute > MARGIN * total, total, scatter, gather)
+    return Saved(turn.compute, banded.compute + sum(added), (scatter, gather))
+
+
+def saved_by_chain(chain: Chain, seams: tuple[Saved, Saved], bands: int, config: OverlapConfig) -> Saved:
+    """What a chain saves. ``seams``: what its two seams save alone, in as many bands. The chain adds the same steps."""
+    world_size = chain.first.scatter.facts.collective.world_size
+    first, second = (_works(seam, config) for seam in (chain.first, chain.second))
+    (groups, chained), (later, received) = _groups(chain.first, bands), _groups(chain.second, bands)
+    alone = in_bands(*first, world_size, bands, groups, chained), in_bands(*second, world_size, bands, later, received)
+    clocks = in_chain(first, second, world_size, bands, groups, chained, received)
+    less = sum(c.compute for c in alone) - clocks.compute
+    before = zip((t for s in seams for t in s.sites), (w for c in alone for w in c.waited), strict=True)
+    sites = tuple(saved + waited - now for (saved, waited), now in zip(before, clocks.waited, strict=True))
+    return Saved(sum(s.turn for s in seams), sum(s.total for s in seams) - less, sites)
+
+
+def _works(seam: Seam, config: OverlapConfig) -> tuple[Work, Work]:
+    return _work(seam.scatter, config), _work(seam.gather, config)
+
+
+def _groups(seam: Seam, bands: int) -> tuple[list[int], list[int]]:
+    """For one band of the scatter and of the gather: how many ranks' rows each matmul multiplies."""
+    nodes, world_size = nodes_of(seam.scatter, ReduceNodes), seam.scatter.facts.collective.world_size
+    rows = nodes.sharded.chunk // bands
+    received = gather_groups(nodes_of(seam.gather, GatherNodes), world_size, rows)
+    return [len(g) for g in scatter_groups(nodes, world_size, rows)], [len(g) for g in received]
 
 
 def copy_seconds(seam: Seam, machine: Machine) -> float:

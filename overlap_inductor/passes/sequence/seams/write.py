@@ -160,9 +160,9 @@ def _give_whole(
             continue
         with steps.graph.inserting_before(behind):
             shape = tools.shape(node)
-            joined = _call(steps.graph, node, values, aten.cat.default, parts[node])
+            joined = write_like(steps.graph, node, values, aten.cat.default, parts[node])
             if tools.shape(joined) != shape:
-                joined = _call(steps.graph, node, values, aten.reshape.default, joined, shape)
+                joined = write_like(steps.graph, node, values, aten.reshape.default, joined, shape)
         parts[joined] = parts[node]
         for user in outside:
             user.replace_input_with(node, joined)
@@ -220,7 +220,8 @@ def _only_source(node: fx.Node) -> fx.Node | None:
     return sources[0] if same else None
 
 
-def _call(graph: fx.Graph, like: fx.Node, values: StepValues, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def write_like(graph: fx.Graph, like: fx.Node, values: StepValues, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Write a node with the metadata of ``like``, and evaluate it."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k not in NOT_COPIED}
     node.meta["val"] = values.evaluate(node, "")
@@ -250,7 +251,7 @@ class _BandWriter:
         return rule.write(node, held[node], held, self)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return _call(self._graph, self._like, self._values, target, *args, **kwargs)
+        return write_like(self._graph, self._like, self._values, target, *args, **kwargs)
 
     def stored(self, part: fx.Node, wait: fx.Node) -> fx.Node:
         """Have ``part`` computed once, after ``wait``, and written to memory."""
