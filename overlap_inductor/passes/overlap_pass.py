@@ -51,8 +51,9 @@ from overlap_inductor.passes.choose import find_and_choose
 from overlap_inductor.passes.graph_text import readable
 from overlap_inductor.passes.rewrite import Rewriter
 from overlap_inductor.passes.sequence.seams.join import join
+from overlap_inductor.passes.snapshot import JOINED
 from overlap_inductor.passes.snapshot import Snapshot
-from overlap_inductor.passes.snapshot import not_in_bands
+from overlap_inductor.passes.snapshot import not_joined
 from overlap_inductor.passes.snapshot import rewrite_or_restore
 from overlap_inductor.report.failure import BUG_REPORT
 from overlap_inductor.report.failure import Failure
@@ -181,11 +182,13 @@ class _Outcome:
 
 def _choose_and_rewrite(graph: fx.Graph, config: OverlapConfig, phase: str, refusal: str | None) -> _Outcome:
     """Choose sites and rewrite them. If a rewrite fails, restore the graph and choose again without the failed site, or
-    without the bands of the failed seam (``passes.sequence.seams``)."""
+    without the bands of the failed seam or without the failed chain (``passes.sequence.seams``)."""
     failures: list[Failure] = []
     while True:
-        failed = {site: Reason("rewrite_failed", f.error) for f in failures if f.stage != "seam" for site in f.sites}
-        uncut = [f.sites for f in failures if f.stage == "seam"]
+        failed = {
+            site: Reason("rewrite_failed", f.error) for f in failures if f.stage not in JOINED for site in f.sites
+        }
+        uncut = [f.sites for f in failures if f.stage in JOINED]
         choice = find_and_choose(graph, config, phase, refusal, failed)
         joined = join(choice.chosen, config, uncut)
         if not choice.chosen or config.mode not in ("on", "strict"):
@@ -204,10 +207,10 @@ def _notices(outcome: _Outcome, failed: list[Failure]) -> list[str]:
     notices += [
         f"could not rewrite site {site} ({failure.error}); the graph was restored and the site runs as written"
         for failure in outcome.failures
-        if failure.stage != "seam"
+        if failure.stage not in JOINED
         for site in failure.sites
     ]
-    notices += [not_in_bands(f) for f in outcome.failures if f.stage == "seam"]
+    notices += [not_joined(f) for f in outcome.failures if f.stage in JOINED]
     return [*notices, BUG_REPORT] if notices else []
 
 

@@ -28,6 +28,7 @@ from overlap_inductor.lowerings.registry import schedule_named
 from overlap_inductor.passes import agreed_plan as exchange_steps
 from overlap_inductor.passes import delayed_matmuls
 from overlap_inductor.passes import plan as planner
+from overlap_inductor.passes.sequence.seams.chains import Chain
 from overlap_inductor.passes.sequence.seams.find import Seam
 from overlap_inductor.passes.sequence.seams.join import Joined
 from overlap_inductor.passes.sequence.seams.write import write as write_seam
@@ -70,8 +71,8 @@ class Rewriter:
         lack this site. So all collectives of these groups run in the graph's order."""
         self.current: DecidedSite | None = None
         """The site that is being written, to which a failure is attributed, or ``None``."""
-        self.seam: Seam | None = None
-        """The seam that is being written, to which a failure is attributed, or ``None``."""
+        self.joining: Seam | Chain | None = None
+        """The seam or chain that is being written, to which a failure is attributed, or ``None``."""
 
     def apply(self, sites: list[DecidedSite]) -> tuple[ExchangePlan, list[str]]:
         """Place and rewrite ``sites``, then erase dead nodes and order all communication. Returns ``(what the ranks
@@ -122,12 +123,12 @@ class Rewriter:
         emitted = [n for nodes in self.emitted.values() for n in nodes]
         parts: dict[fx.Node, list[fx.Node]] = {}
         for seam in self.joined.seams:
-            self.seam = seam
+            self.joining = seam
             write_seam(self.graph, seam, emitted, parts, self.values)
         for chain in self.joined.chains:
-            self.seam = chain.second
+            self.joining = chain
             write_chain(chain, emitted, self.values)
-        self.seam = None
+        self.joining = None
 
     def _agree(self, placed: list[tuple[DecidedSite, fx.Node]]) -> None:
         """Write one ``agree`` for each group, all before the first step of any group: the ranks compare their plans

@@ -10,11 +10,16 @@ from torch import fx
 
 from overlap_inductor.facts.exchange import ExchangePlan
 from overlap_inductor.passes.rewrite import Rewriter
+from overlap_inductor.passes.sequence.seams.chains import Chain
+from overlap_inductor.passes.sequence.seams.join import ids
 from overlap_inductor.report.failure import BUG_REPORT
 from overlap_inductor.report.failure import Failure
 from overlap_inductor.sites.nodes import DecidedSite
 
 log = logging.getLogger("overlap_inductor")
+
+JOINED = ("seam", "chain")
+"""The stages of failures after which all sites are still overlapped (``Failure``)."""
 
 
 def rewrite_or_restore(
@@ -24,22 +29,22 @@ def rewrite_or_restore(
 
     Returns:
         ``(what the ranks compare before data moves, names of the plan's groups)`` from ``Rewriter.apply``, or the
-        failure. The failure names the two sites of a seam (stage ``seam``), one site, or all sites. It names all sites
-        if no single site was being rewritten.
+        failure. The failure names the sites of a seam (stage ``seam``) or of a chain (stage ``chain``), one site, or
+        all sites. It names all sites if no single site was being rewritten.
     """
     try:
         return rewriter.apply(chosen)
     except Exception as error:  # noqa: BLE001  (the model must compile in any case; the report names the error)
         snapshot.restore()
-        if (seam := rewriter.seam) is not None:
-            failure = Failure.of(error, "seam", [seam.scatter.facts.id, seam.gather.facts.id])
-            log.warning("overlap_inductor: %s. %s", not_in_bands(failure), BUG_REPORT, exc_info=True)
+        if (joined := rewriter.joining) is not None:
+            failure = Failure.of(error, "chain" if isinstance(joined, Chain) else "seam", ids(joined))
+            log.warning("overlap_inductor: %s. %s", not_joined(failure), BUG_REPORT, exc_info=True)
             return failure
         blamed = [rewriter.current] if rewriter.current is not None else chosen
-        ids = " or ".join(site.facts.id for site in blamed)
+        names = " or ".join(site.facts.id for site in blamed)
         log.warning(
             "overlap_inductor: could not rewrite site %s (%s); the graph was restored and the site runs as written. %s",
-            ids,
+            names,
             error,
             BUG_REPORT,
             exc_info=True,
@@ -47,9 +52,10 @@ def rewrite_or_restore(
         return Failure.of(error, "rewrite", [site.facts.id for site in blamed])
 
 
-def not_in_bands(failure: Failure) -> str:
-    """What a failure of stage ``seam`` means for its two sites."""
-    return f"could not write the sites {' and '.join(failure.sites)} in bands ({failure.error}); they run without bands"
+def not_joined(failure: Failure) -> str:
+    """What a failure of stage ``seam`` or ``chain`` means for its sites."""
+    wanted, instead = ("in bands", "without bands") if failure.stage == "seam" else ("as a chain", "as two seams")
+    return f"could not write the sites {' and '.join(failure.sites)} {wanted} ({failure.error}); they run {instead}"
 
 
 class Snapshot:

@@ -35,6 +35,7 @@ class Failure:
       rewritten.
     - ``rewrite``: ``sites`` are not overlapped.
     - ``seam``: the two ``sites`` of a seam (``passes.sequence.seams``) are overlapped without bands.
+    - ``chain``: the four ``sites`` of a chain are overlapped in bands, but its two seams run one after the other.
     - ``sequence_parallel``: no stretch of the graph is rewritten.
     """
 

@@ -42,15 +42,51 @@ def _norm(made: HandGraph, rows: fx.Node) -> fx.Node:
     return made.call(aten.div.Tensor, rows, made.call(aten.amax.default, rows, [-1], True))
 
 
-def _graph(inner: Callable[[HandGraph, fx.Node], fx.Node] = _gated, tokens: int = 64, read: bool = False) -> HandGraph:
+def _alone(made: HandGraph, gathered: fx.Node, result: fx.Node) -> fx.Node:
+    """What is scattered: the matmul's result."""
+    return result
+
+
+def _with_earlier_tokens(made: HandGraph, gathered: fx.Node, result: fx.Node) -> fx.Node:
+    """A sum over all gathered tokens is added to the matmul's result before the scatter."""
+    return made.call(aten.add.Tensor, result, made.call(aten.cumsum.default, gathered, 0))
+
+
+def _with_a_collective(made: HandGraph, gathered: fx.Node, result: fx.Node) -> fx.Node:
+    """An all-reduced row is added. Its collective stands behind the first gather, and should stay there."""
+    return made.call(aten.add.Tensor, result, made.reduce(made.input(HIDDEN, name="row")))
+
+
+def _with_a_random_row(made: HandGraph, gathered: fx.Node, result: fx.Node) -> fx.Node:
+    return made.call(aten.add.Tensor, result, made.call(aten.rand_like.default, made.input(HIDDEN, name="row")))
+
+
+def _weight_gradient(made: HandGraph, gathered: fx.Node) -> fx.Node:
+    """The gathered rows are summed over: ``[X, tokens] @ [tokens, HIDDEN]``."""
+    return made.mm(made.input(24, gathered.meta["val"].shape[0], name="other"), gathered)
+
+
+def _q(made: HandGraph, gathered: fx.Node) -> fx.Node:
+    return made.mm(gathered, made.input(HIDDEN, 24, name="q"))
+
+
+def _graph(
+    inner: Callable[[HandGraph, fx.Node], fx.Node] = _gated,
+    tokens: int = 64,
+    read: bool = False,
+    scattered: Callable[[HandGraph, fx.Node, fx.Node], fx.Node] = _alone,
+    last: Callable[[HandGraph, fx.Node], fx.Node] = _q,
+) -> HandGraph:
     """``read``: whether a view of the inner result is also a result of the graph, and is read by another matmul."""
     made = HandGraph()
     x = made.input(tokens, 16)
     residual = made.input(tokens // made.world_size, HIDDEN, name="residual")
     rows = made.call(aten.add.Tensor, made.scatter(made.mm(x, made.input(16, HIDDEN, name="o"))), residual)
-    middle = inner(made, made.gather(_norm(made, rows)))
-    later = made.call(aten.add.Tensor, made.scatter(made.mm(middle, made.input(INNER, HIDDEN, name="down"))), rows)
-    q = made.mm(made.gather(_norm(made, later)), made.input(HIDDEN, 24, name="q"))
+    gathered = made.gather(_norm(made, rows))
+    middle = inner(made, gathered)
+    down = made.mm(middle, made.input(INNER, HIDDEN, name="down"))
+    later = made.call(aten.add.Tensor, made.scatter(scattered(made, gathered, down)), rows)
+    q = last(made, made.gather(_norm(made, later)))
     if not read:
         return made.output(q, later)
     view = made.view(middle, 1, tokens, INNER)
@@ -109,6 +145,21 @@ def test_a_seam_behind_another_op_is_not_chained() -> None:
         assert _plans(_graph(_summed).run(sub_chunks=2)) == APART
 
 
+@pytest.mark.parametrize("what", [_with_earlier_tokens, _with_a_collective, _with_a_random_row])
+def test_a_seam_that_needs_more_than_the_first_gather_gives_is_not_chained(what: Any) -> None:
+    """In a chain, ``cumsum`` would read gathered rows before they have arrived, and the collective would run before its
+    program says so."""
+    with fake_group(2):
+        assert _plans(_graph(scattered=what).run(sub_chunks=2)) == APART
+
+
+def test_a_sum_over_gathered_rows_is_not_chained() -> None:
+    """It adds up the rank's own bands first, and would read the last of them before it is computed."""
+    with fake_group(2):
+        plans = _plans(_graph(last=_weight_gradient).run(sub_chunks=4))
+    assert [chained for _, chained in plans] == [None] * 4 and plans[3][0] == 4
+
+
 def test_seams_with_other_numbers_of_joined_ranks_are_not_chained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chains, "gather_groups", lambda *arguments: [])
     with fake_group(4):
@@ -149,7 +200,7 @@ def test_estimates_choose_the_bands_of_a_chain() -> None:
     with fake_group(4):
         assert _plans(report()) == [(4, None), (4, None), (4, True), (4, None)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chains, "may_have", lambda *arguments: False)
+            patch.setattr(chains, "groups_agree", lambda *arguments: False)
             assert _plans(report()) == [(4, None), (4, None), (None, None), (None, None)]
 
 
@@ -162,13 +213,14 @@ def test_a_chain_that_fails_leaves_its_sites_overlapped(cause: str, monkeypatch:
     with fake_group(4):
         report = _graph(tokens=256).run(sub_chunks=4)
     (failure,) = report.failures
-    assert failure.stage == "seam" and failure.sites == [s.facts.id for s in report.sites[2:]]
+    assert failure.stage == "chain" and failure.sites == [s.facts.id for s in report.sites]
     assert [s.decision.status for s in report.sites] == ["overlapped"] * 4
-    assert [s.decision.moving.parameters.get("bands") for s in report.sites] == [4, 4, None, None]
+    assert [s.decision.moving.parameters.get("bands") for s in report.sites] == [4] * 4
+    assert "as a chain" in report.notices[0]
 
 
-def test_a_chain_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three seams in a row: the second is in a chain with the first, so the third is in none."""
+def test_a_seam_is_in_one_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four seams in a row, the first two are a chain, and so are the last two."""
     written: list[Any] = []
     monkeypatch.setattr(rewrite, "write_chain", lambda chain, *rest: written.append(chain))
     with fake_group(2):
@@ -178,4 +230,5 @@ def test_a_chain_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
             inner = made.mm(made.gather(_norm(made, rows)), made.input(HIDDEN, INNER, name=f"up{layer}"))
             rows = made.scatter(made.mm(inner, made.input(INNER, HIDDEN, name=f"down{layer}")))
         made.output(made.mm(made.gather(rows), made.input(HIDDEN, 24, name="q"))).run(sub_chunks=2)
-    assert len(written) == 2 and written[0].second is not written[1].first
+    of = [seam.scatter.facts.id for chain in written for seam in (chain.first, chain.second)]
+    assert len(of) == 4 == len(set(of))

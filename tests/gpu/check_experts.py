@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks, on GPUs, layers of experts between two exchanges in schedule ``chunked``. Outputs and gradients are compared
-with fp64, with every load of the experts. Calls are repeated with late ranks.
+with fp64, with every load of the experts. Calls are repeated with late ranks, and on two streams.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_experts [--rounds 3] [--seed 0]
 
@@ -104,6 +104,26 @@ def late(layer: DispatchedExperts, call: Callable[..., torch.Tensor], rounds: in
     return problems
 
 
+def two_streams(layer: DispatchedExperts, call: Callable[..., torch.Tensor], rounds: int) -> list[str]:
+    """Call from two streams in turn, without a wait in between. Returns the problems."""
+    problems, rank = [], dist.get_rank()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    with torch.no_grad():
+        given = [_given(layer.sizes, tokens, "uneven", rank, tokens) for tokens in TOKENS[-2:]]
+        wanted = [call(*one).double() for one in given]
+        torch.cuda.synchronize()
+        for number in range(rounds * 20):
+            found = []
+            for stream, one in zip(streams, given, strict=True):
+                with torch.cuda.stream(stream):
+                    found.append(call(*one))
+            torch.cuda.synchronize()
+            for of, (again, first) in enumerate(zip(found, wanted, strict=True)):
+                if not (off := _off(again, first)) <= 0.05:
+                    problems.append(f"round {number}, stream {of}: off by {off:.3g}")
+    return problems
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.gpu.check_experts", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -123,9 +143,10 @@ def main() -> int:
             found = problems_of(layer, calls, tokens, loads, options.seed + number)
             wrong += len(found)
             print(json.dumps({**row, "loads": loads, "tokens": tokens, "problems": found}), flush=True)
-        found = late(layer, calls["chunked"], options.rounds)
-        wrong += len(found)
-        print(json.dumps({**row, "check": "late", "problems": found}), flush=True)
+        for check in (late, two_streams):
+            found = check(layer, calls["chunked"], options.rounds)
+            wrong += len(found)
+            print(json.dumps({**row, "check": check.__name__, "problems": found}), flush=True)
     finish_rank()
     return 1 if wrong else 0
 

@@ -54,6 +54,7 @@ def _run(rank: int, world_size: int, kernels: bool, sub_chunks: int) -> tuple[fl
 @pytest.mark.parametrize(
     ("world_size", "kernels", "sub_chunks"),
     [
+        (2, False, 4),
         pytest.param(2, False, 2, marks=pytest.mark.thorough),
         pytest.param(2, True, 4, marks=pytest.mark.thorough),
         pytest.param(3, False, 4, marks=pytest.mark.thorough),

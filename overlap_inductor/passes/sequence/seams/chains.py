@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from overlap_inductor.lowerings.ring.unrolled_bands import gather_groups
@@ -24,7 +25,10 @@ from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import nodes_of
+from overlap_inductor.sites.placement import movable
+from overlap_inductor.sites.placement import needed_behind
 from overlap_inductor.sites.reduce_nodes import ReduceNodes
+from overlap_inductor.torch_compat import operators
 
 
 @dataclass(frozen=True)
@@ -40,15 +44,16 @@ def find(seams: Iterable[Seam]) -> list[Chain]:
     found: list[Chain] = []
     left = list(seams)
     for second in list(left):
-        free = any(s is second for s in left)
-        first = next((s for s in left if s is not second and _feeds(s, second)), None)
-        if free and first is not None:
+        if not any(s is second for s in left):
+            continue
+        first = next((s for s in left if s is not second and _feeds(s, second) and _may_move(s, second)), None)
+        if first is not None:
             found.append(Chain(first, second))
             left = [s for s in left if s is not first and s is not second]
     return found
 
 
-def may_have(chain: Chain, bands: int) -> bool:
+def groups_agree(chain: Chain, bands: int) -> bool:
     """Whether one matmul of the first gather multiplies the rows of the same ranks as one matmul of the second scatter,
     if both are cut into ``bands``."""
     gather, scatter = nodes_of(chain.first.gather, GatherNodes), nodes_of(chain.second.scatter, ReduceNodes)
@@ -58,17 +63,18 @@ def may_have(chain: Chain, bands: int) -> bool:
 
 def _feeds(first: Seam, second: Seam) -> bool:
     """Whether all left operands of the second scatter's matmuls are results of the first gather, row by row, and each
-    rank has equally many rows in both."""
-    gather, scatter = first.gather.nodes, second.scatter.nodes
+    rank has equally many rows in both. The second gather must not sum over the gathered rows, because its sum has one
+    order of bands."""
+    gather, scatter, later = first.gather.nodes, second.scatter.nodes, second.gather.nodes
     if first.gather.facts.collective.group_name != second.scatter.facts.collective.group_name:
         return False
-    if not isinstance(gather, GatherNodes) or not isinstance(scatter, ReduceNodes):
+    if not (isinstance(gather, GatherNodes) and isinstance(scatter, ReduceNodes) and isinstance(later, GatherNodes)):
         return False
     by_rows = [c for c in gather.consumers if (c.role, c.operand) == ("M", "lhs")]
     if scatter.role != "M" or not all(same_size(c.sharded.chunk, scatter.sharded.chunk) for c in by_rows):
         return False
     results = {*gather.epilogue.outputs, *(c.matmul.node for c in by_rows)}
-    return all(_computed(m.lhs, results) for m in scatter.leaves)
+    return all(_computed(m.lhs, results) for m in scatter.leaves) and all(c.role != "K" for c in later.consumers)
 
 
 def _computed(operand: fx.Node, results: set[fx.Node]) -> bool:
@@ -77,3 +83,21 @@ def _computed(operand: fx.Node, results: set[fx.Node]) -> bool:
     while node not in results and tools.is_reshape(node):
         node = node.args[0]
     return node in results and same_size(tools.shape(node)[-1], tools.shape(operand)[-1])
+
+
+def _may_move(first: Seam, second: Seam) -> bool:
+    """Whether all that the second seam reads, besides the first gather's results, may be computed before the first
+    gather: no collective, no write and no random op is needed for it, and so nothing from the first gather."""
+    scatter, gather = nodes_of(second.scatter, ReduceNodes), nodes_of(second.gather, GatherNodes)
+    read = {*scatter.externals, *(m.rhs for m in scatter.leaves)}
+    read.update(n for m in scatter.leaves for n in (scatter.bias_of(m), *m.scales()) if n is not None)
+    region, computed = {second.scattered, *second.region}, {*gather.others(), *(m.node for m in gather.matmuls)}
+    read.update(i for n in second.region for i in n.all_input_nodes if i not in region)
+    known = dict.fromkeys(second.gather.collectives[0].chain(), True)
+    read.update(i for n in computed for i in n.all_input_nodes if not tools.depends_on(i, second.scattered, known))
+    return all(free_to_move(n) for n in needed_behind(list(read), first.gather.collectives[0].node))
+
+
+def free_to_move(node: fx.Node) -> bool:
+    """Whether ``node`` has no effect besides its result, is no collective and draws no random numbers."""
+    return movable(node) and not operators.has_tag(node, torch.Tag.nondeterministic_seeded)

@@ -38,20 +38,21 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
     two sites get the parameter ``bands`` and the estimated times in bands. Bands need not pay if estimates do
     not choose the ring's sub-chunks (``sub_chunks.by_estimate``).
 
-    Then choose which of these seams are written as chains (``chains``): those with the same number of bands. If
-    estimates choose, other numbers of bands are chosen for a chain that pays, compared with its seams alone. The plan
-    of the chain's second scatter gets the parameter ``chained``.
+    Then choose chains among these seams (``chains``). If estimates choose the bands, a chain may have another number of
+    bands than its seams alone. It is written if its estimate is shorter than the sum of theirs
+    (``cost.CHAIN_MARGIN``). The plan of the chain's second scatter gets the parameter ``chained``.
 
     Each seam takes the smallest number of bands whose estimated time is close to the shortest. Bands add nodes, which
     must fit into what unrolled rings and earlier seams have left of ``step_node_budget``.
 
     Args:
-        uncut: the ids of the two sites of each seam that gets no bands, because writing it in bands has failed.
+        uncut: the ids of the two sites of each seam that gets no bands, because writing it in bands has failed. Also
+            the ids of the four sites of each chain that could not be written.
     """
     rings = [s for s in sites if s.decision.moving.parameters.get("unrolled")]
     left = config.step_node_budget - sum(unrolled_nodes(s) or 0 for s in rings)
-    options = [o for s in find(sites) if _ids(s) not in uncut and (o := _option(s, config)) is not None]
-    found = chains.find(o.seam for o in options)
+    options = [o for s in find(sites) if ids(s) not in uncut and (o := _option(s, config)) is not None]
+    found = [c for c in chains.find(o.seam for o in options) if ids(c) not in uncut]
     joined, written = set[str](), list[Chain]()
     for option in options:
         seam = option.seam
@@ -64,12 +65,12 @@ def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[
                 left -= added_nodes(one, bands)
                 _cut(one, bands, saved)
             _set(chain.second.scatter, chained=True)
-            joined.update(_ids(seam) + _ids(chain.second))
+            joined.update(ids(chain))
             written.append(chain)
         elif seam.scatter.facts.id not in joined and (bands := option.bands(left)):
             left -= added_nodes(seam, bands)
             _cut(seam, bands, option.saved[bands].sites)
-            joined.update(_ids(seam))
+            joined.update(ids(seam))
     return Joined([o.seam for o in options if o.seam.scatter.facts.id in joined], written)
 
 
@@ -105,20 +106,23 @@ def _option(seam: Seam, config: OverlapConfig) -> _Option | None:
 def _chain_bands(chain: Chain, first: _Option, second: _Option, config: OverlapConfig, left: int) -> int | None:
     """The number of bands of a chain; ``None`` if its seams are better written alone. If the bands need not pay, the
     two seams form a chain if each takes the same number alone."""
-    counts = [n for n in first.saved if n in second.saved and chains.may_have(chain, n)]
+    counts = [n for n in first.saved if n in second.saved and chains.groups_agree(chain, n)]
     counts = [n for n in counts if added_nodes(chain.first, n) + added_nodes(chain.second, n) <= left]
     if not first.estimated:
         bands = first.bands(left)
         return bands if bands in counts and bands == second.bands(left) else None
-    alone = first.seconds(left) + second.seconds(left)
+    bands = first.bands(left)
+    rest = left - added_nodes(first.seam, bands) if bands else left
+    alone = first.seconds(left) + second.seconds(rest)
     estimates = {n: cost.saved_by_chain(chain, (first.saved[n], second.saved[n]), n, config).total for n in counts}
-    # Without ``MARGIN``: on 4 gloo ranks, a chain that was estimated to take as long as its seams alone was 3 % faster.
-    pays = {n: total for n, total in estimates.items() if alone > total}
+    pays = {n: total for n, total in estimates.items() if alone > cost.CHAIN_MARGIN * total}
     return fewest(pays) if pays else None
 
 
-def _ids(seam: Seam) -> list[str]:
-    return [seam.scatter.facts.id, seam.gather.facts.id]
+def ids(of: Seam | Chain) -> list[str]:
+    """The ids of the sites of a seam or chain."""
+    seams = (of.first, of.second) if isinstance(of, Chain) else (of,)
+    return [site.facts.id for seam in seams for site in (seam.scatter, seam.gather)]
 
 
 def added_nodes(seam: Seam, bands: int) -> int:

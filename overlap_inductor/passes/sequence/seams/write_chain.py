@@ -22,8 +22,9 @@ seam's gather::
 So the link carries the scatter's bands, and those of the second gather, while the first gather's bands are multiplied.
 Bands of the second gather that were sent so early are multiplied while the scatter's last band travels.
 
-Contract: the graph computes the same numbers. All ranks write the same order. ``RuntimeError`` if a step that must move
-needs a node that cannot move. Source: Domino (Wang et al., arXiv:2409.15241), without its division of the batch.
+Contract: the graph computes the same numbers. Ranks with equal plans write the same order. The second scatter's steps
+pass the steps of sites that stand between the two seams. Raises ``RuntimeError`` if a step that must move needs a node
+that cannot move. Source: Domino (Wang et al., arXiv:2409.15241), without its division of the batch.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ import torch
 from torch import fx
 
 from overlap_inductor.passes.sequence.seams.chains import Chain
+from overlap_inductor.passes.sequence.seams.chains import free_to_move
 from overlap_inductor.passes.sequence.seams.write import SITE
 from overlap_inductor.passes.sequence.seams.write import write_like
 from overlap_inductor.sites import graph_tools as tools
-from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.step_values import StepValues
 from overlap_inductor.torch_compat.step_values import mark
 
@@ -52,8 +53,13 @@ _SETTINGS = 8
 
 
 def write(chain: Chain, emitted: Iterable[fx.Node], values: StepValues) -> None:
-    """Reorder the steps of ``chain``. ``emitted``: the communicating ops of all sites. ``values`` evaluates the nodes
-    that are written."""
+    """Reorder the steps of ``chain``, as the module says. First, the second scatter reads pieces. Then its own rows
+    move ahead, then its other steps, then the matmuls of the second gather's first bands.
+
+    Args:
+        emitted: the communicating ops of all sites.
+        values: evaluates the nodes that are written.
+    """
     steps: dict[str, list[fx.Node]] = {}
     for node in sorted(emitted):
         steps.setdefault(node.meta[SITE], []).append(node)
@@ -136,32 +142,61 @@ def _read_pieces(chain: Chain, last: fx.Node, values: StepValues) -> None:
     pieces = {base: _pieces(base, world_size) for base in bases.values()}
     for node, base in bases.items():
         arguments: Any = node.args
-        _, _, shifts, _, start, length, _ = arguments
+        _, _, shifts, chunk, start, length, group = arguments
         ranks = tuple(s % world_size for s in (shifts if isinstance(shifts, (list, tuple)) else [shifts]))
-        piece = pieces[base].get((ranks, start, length))
-        if piece is None and ranks == (0,) and base.target is overlap.assemble.default:
-            rows = sorted((at, part) for (of, at, _), part in pieces[base].items() if of == (0,))
+        piece, own = pieces[base].get((ranks, start, length, chunk, group)), ranks == (0,)
+        if piece is None and own and base.target is overlap.assemble.default:
+            rows = sorted((at, part) for (of, at, *_), part in pieces[base].items() if of == ranks)
             with graph.inserting_before(node):
                 piece = write_like(graph, node, values, aten.cat.default, [part for _, part in rows])
         if piece is not None and tools.shape(piece) == tools.shape(node):
             for reader in node.replace_all_uses_with(piece):
                 values.keep(reader)
             _erase_unused(node)
-        elif ranks != (0,):
+        elif not own or piece is not None:
             raise RuntimeError(
                 f"{node.name} reads rows {start} to {start + length} of the ranks {ranks}, which are no"
                 f" piece of {base.name}"
             )
     for base in set(bases.values()):
-        if base.target is overlap.assemble.default and base.users:
+        if base.target is not overlap.assemble.default:
+            _without_copies(base, world_size)
+        elif base.users:
             _keep_until(base, last, values)
+
+
+def _without_copies(base: fx.Node, world_size: int) -> None:
+    """If only the rank's own rows of ``base`` are still read, erase the copies of other ranks' rows to ``base``."""
+    copies = [n for n in base.users if n.target is overlap.place_ranks.default]
+    readers: list[fx.Node] = []
+
+    def visit(node: fx.Node) -> bool:
+        if node not in copies and not tools.is_reshape(node):
+            readers.append(node)
+        return tools.is_reshape(node)
+
+    tools.walk([base], visit)
+    if any(n.target is not overlap.take.default or n.args[2] != 0 for n in readers):
+        return
+    for node in copies:
+        shifts: Any = node.args[2]
+        if any(s % world_size for s in shifts):
+            for reader in node.replace_all_uses_with(node.args[1]):
+                mark(reader)
+            node.graph.erase_node(node)
 
 
 def _keep_until(base: fx.Node, last: fx.Node, values: StepValues) -> None:
     """Have all readers of ``base`` run after ``last``. The pieces lie in the memory of ``base``, which may be freed
     after its last reader. Views move behind ``last``."""
     early: list[fx.Node] = []
-    tools.walk([base], lambda node: node < last and not early.append(node))  # type: ignore[func-returns-value]
+
+    def visit(node: fx.Node) -> bool:
+        if node < last:
+            early.append(node)
+        return node < last
+
+    tools.walk([base], visit)
     for node in early:
         if not (tools.is_reshape(node) or node.target is overlap.after.default):
             raise RuntimeError(f"{node.name} reads {base.name} before {last.name}")
@@ -185,17 +220,17 @@ def _assembled(node: Any) -> fx.Node | None:
 
 
 def _pieces(base: fx.Node, world_size: int) -> dict[Any, fx.Node]:
-    """``{(ranks' distances, start, length): piece}``: the piece holds rows ``[start, start + length)`` of the shard of
-    each of these ranks."""
+    """``{(ranks' distances, start, length, chunk, group): piece}``: the piece holds rows ``[start, start + length)`` of
+    the shard of each of these ranks. A shard has ``chunk`` rows."""
     if base.target is overlap.assemble.default:
         arguments: Any = base.args
-        nodes, shape, dim, _, shifts, starts, _ = arguments
-        firsts = starts[dim :: len(shape)]
-        parts = zip(shifts, firsts, nodes, strict=True)
-        return {((shift % world_size,), start, tools.shape(node)[dim]): node for shift, start, node in parts}
+        nodes, shape, dim, chunk, shifts, starts, group = arguments
+        parts = zip(shifts, starts[dim :: len(shape)], nodes, strict=True)
+        return {((s % world_size,), start, tools.shape(node)[dim], chunk, group): node for s, start, node in parts}
     placed: list[Any] = [u.args for u in base.users if u.target is overlap.place_ranks.default]
     return {
-        (tuple(s % world_size for s in shifts), start, length): part for _, part, shifts, _, start, length, _ in placed
+        (tuple(s % world_size for s in shifts), start, length, chunk, group): part
+        for _, part, shifts, chunk, start, length, group in placed
     }
 
 
@@ -215,7 +250,7 @@ def _move(nodes: Sequence[fx.Node], before: fx.Node, movable: set[fx.Node]) -> N
     """Move ``nodes``, and what they need, in front of ``before``. ``movable``: ops that may move although they write in
     place."""
     for node in _needed(nodes, before):
-        if node is before or (operators.is_mutable(node) and node not in movable):
+        if node is before or (node not in movable and not free_to_move(node)):
             raise RuntimeError(f"{node.name} cannot move in front of {before.name}")
         before.prepend(node)
 
