@@ -87,7 +87,7 @@ def _computed(operand: fx.Node, results: set[fx.Node]) -> bool:
 
 def _may_move(first: Seam, second: Seam) -> bool:
     """Whether all that the second seam reads, besides the first gather's results, may be computed before the first
-    gather: no collective, no write and no random op is needed for it, and so nothing from the first gather."""
+    gather. Nothing of it may need a collective (so not the first gather either), a write or a random op."""
     scatter, gather = nodes_of(second.scatter, ReduceNodes), nodes_of(second.gather, GatherNodes)
     read = {*scatter.externals, *(m.rhs for m in scatter.leaves)}
     read.update(n for m in scatter.leaves for n in (scatter.bias_of(m), *m.scales()) if n is not None)
