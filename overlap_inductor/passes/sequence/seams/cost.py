@@ -34,8 +34,8 @@ MARGIN = 1.05
 the seam gets no bands."""
 CHAIN_MARGIN = 1.01
 """With schedule ``auto``, the two seams of a chain must be estimated to take more than ``CHAIN_MARGIN`` times as long
-alone. It is smaller than ``MARGIN``, because a chain was 3 % faster although its estimate was equal (4 gloo ranks on two
-cores)."""
+alone. It is smaller than ``MARGIN``, because a chain was 3 % faster although its estimate was equal (4 gloo ranks on
+two cores)."""
 LAUNCHES = 2
 """Launches of token-wise kernels that each band but the first adds, each at the fixed cost of a hop. A residual and a
 norm become about two kernels."""
