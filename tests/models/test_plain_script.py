@@ -17,12 +17,13 @@ from overlap_inductor.cli.local_ranks import run_ranks
 SCRIPT = Path(__file__).with_name("plain_script.py")
 
 
-def run(folder: Path, dump: Path) -> list[tuple[float, int]]:
-    """Run the script. Returns ``(relative difference of the logits from eager, graph breaks)`` of both ranks."""
+def run(folder: Path, dump: Path, rewrite: str = "auto") -> list[tuple[float, int]]:
+    """Run the script. ``rewrite``: the value of ``OVERLAP_INDUCTOR_SEQUENCE_PARALLEL``. Returns ``(relative difference of the logits from eager, graph breaks)`` of both ranks."""
     environment = {
         **rank_environment("cpu"),
         "OVERLAP_INDUCTOR": "1",
         "OVERLAP_INDUCTOR_SCHEDULE": "ring",
+        "OVERLAP_INDUCTOR_SEQUENCE_PARALLEL": rewrite,
         "OVERLAP_INDUCTOR_DUMP": str(dump),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -59,3 +60,24 @@ def test_environment_variables_alone(tmp_path: Path) -> None:
         ("lm_head", "matmul_all_gather"): 1,
     }
     assert found == texts(tmp_path / "warm")
+
+
+@pytest.mark.thorough
+def test_the_rewrite_of_an_unchanged_script(tmp_path: Path) -> None:
+    """The same script, with the sequence-parallel rewrite on: every all-reduce is rewritten."""
+    if not importlib.metadata.entry_points(group="torch.backends", name="overlap_inductor"):
+        pytest.skip("the package is not installed here, so torch cannot load it by itself; pip install -e . first")
+    for difference, breaks in run(tmp_path, tmp_path / "dump", "on"):
+        assert difference < 1e-5 and breaks == 0
+    found = texts(tmp_path / "dump")
+    report = json.loads(next(text for name, text in found.items() if name.endswith("sites.json")))
+    (stretch,) = report["stretches"]
+    assert stretch["status"] == "rewritten" and stretch["all_reduces"] == 3
+    sites = [s for s in report["sites"] if s["decision"]["status"] == "overlapped"]
+    assert Counter((s["module"].rsplit(".", 1)[-1], s["pattern"]) for s in sites) == {
+        ("q_proj", "all_gather_matmul"): 1,
+        ("o_proj", "matmul_reduce_scatter"): 1,
+        ("gate_proj", "all_gather_matmul"): 1,
+        ("down_proj", "matmul_reduce_scatter"): 1,
+        ("lm_head", "all_gather_matmul"): 1,
+    }

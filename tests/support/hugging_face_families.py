@@ -58,9 +58,12 @@ def families() -> list[str]:
 def _heads(variant: str, world_size: int) -> dict[str, int]:
     """The numbers of heads, and a hidden size if these numbers do not divide that of ``_SIZES``. A rank has four heads
     in ``even``, otherwise three. In ``odd``, all heads of a rank share one key-value head. For families that do not run
-    in ``odd``, ``tools/sweep_models.py`` tries ``odd vocabulary``."""
+    in ``odd``, ``tools/sweep_models.py`` tries ``odd vocabulary``. In ``even``, a head has 8 features: many families
+    rotate two halves of them, or two halves of one half."""
     heads = {"even": 4, "odd": 3, "odd vocabulary": 3}[variant] * world_size
     hidden = {} if _SIZES["hidden_size"] % heads == 0 else {"hidden_size": 6 * heads}
+    if variant == "even":
+        hidden = {"hidden_size": 8 * heads}
     return {"num_attention_heads": heads, "num_key_value_heads": world_size if variant == "odd" else heads, **hidden}
 
 
