@@ -20,7 +20,7 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 48, "intermediate_size_mlp": 48,
     "ffn_hidden_size": 48, "expert_ffn_hidden_size": 48, "moe_intermediate_size": 48,
     "shared_intermediate_size": 48, "shared_expert_intermediate_size": 48, "num_kv_shared_layers": 0, "head_dim": 8,
-    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "rotary_dim": 4,
     "qk_nope_head_dim": 8, "v_head_dim": 8, "sliding_window": 8, "max_position_embeddings": 64,
     "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4,
     "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
@@ -58,8 +58,8 @@ def families() -> list[str]:
 def _heads(variant: str, world_size: int) -> dict[str, int]:
     """The numbers of heads, and a hidden size if these numbers do not divide that of ``_SIZES``. A rank has four heads
     in ``even``, otherwise three. In ``odd``, all heads of a rank share one key-value head. For families that do not run
-    in ``odd``, ``tools/sweep_models.py`` tries ``odd vocabulary``. In ``even``, a head has 8 features: many families
-    rotate two halves of them, or two halves of one half."""
+    in ``odd``, ``tools/sweep_models.py`` tries ``odd vocabulary``. In ``even``, a head has 8 features, because
+    many families rotate two halves of a head's features, or of half of them."""
     heads = {"even": 4, "odd": 3, "odd vocabulary": 3}[variant] * world_size
     hidden = {} if _SIZES["hidden_size"] % heads == 0 else {"hidden_size": 6 * heads}
     if variant == "even":
