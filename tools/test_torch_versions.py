@@ -4,8 +4,8 @@
     python tools/test_torch_versions.py [--all] [2.11.0 2.15.0]
 
 The tests are the unit tests, the compile tests, two files of numerics, and those of a transformer block. (The block is
-made parallel by hand, and with DTensor.) ``--all`` also runs the tests of kernels (in Triton's interpreter), of numerics
-(over gloo), and of all models. With ``--all``, each version takes some 15 minutes on two cores.
+made parallel by hand, and with DTensor.) ``--all`` also runs the tests of kernels (in Triton's interpreter), all
+numerics (over gloo), and those of all models. With ``--all``, each version takes some 15 minutes on two cores.
 
 ``TORCH_PYTHONS`` may list the paths of interpreters that already have torch, separated by spaces. Without it, an
 environment for each version is made in ``.torch-versions/``. Two versions run at a time.
@@ -30,9 +30,9 @@ TESTS = (
     "tests/numerics/test_seams.py",
     "tests/models/test_blocks.py",
 )
-"""``test_replicated_matmuls.py`` also runs a rewritten graph with Inductor's ``simple_overlap``, which torch has from 2.14
-on. ``test_blocks.py`` also runs the transformer block with activation checkpointing. Torch 2.12 and 2.13 cannot compile
-the DTensor block with checkpointing, so they run that block only without it."""
+"""``test_replicated_matmuls.py`` also runs a rewritten graph with Inductor's ``simple_overlap``, which torch has from
+2.14 on. ``test_blocks.py`` also runs the transformer block with activation checkpointing. Torch 2.12 and 2.13 cannot
+compile the DTensor block with checkpointing, so they run that block only without it."""
 EVERYTHING: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({}, ("tests/unit", "tests/compile")),
     ({"TRITON_INTERPRET": "1"}, ("tests/kernels",)),

@@ -18,7 +18,8 @@ SCRIPT = Path(__file__).with_name("plain_script.py")
 
 
 def run(folder: Path, dump: Path, rewrite: str = "auto") -> list[tuple[float, int]]:
-    """Run the script. ``rewrite``: the value of ``OVERLAP_INDUCTOR_SEQUENCE_PARALLEL``. Returns ``(relative difference of the logits from eager, graph breaks)`` of both ranks."""
+    """Run the script. Returns ``(relative difference of the logits from eager, graph breaks)`` of both ranks.
+    ``rewrite``: the value of ``OVERLAP_INDUCTOR_SEQUENCE_PARALLEL``."""
     environment = {
         **rank_environment("cpu"),
         "OVERLAP_INDUCTOR": "1",
