@@ -73,24 +73,28 @@ def _q(made: HandGraph, gathered: fx.Node) -> fx.Node:
 def _graph(
     inner: Callable[[HandGraph, fx.Node], fx.Node] = _gated,
     tokens: int = 64,
-    read: bool = False,
+    read: str = "",
     scattered: Callable[[HandGraph, fx.Node, fx.Node], fx.Node] = _alone,
     last: Callable[[HandGraph, fx.Node], fx.Node] = _q,
 ) -> HandGraph:
-    """``read``: whether a view of the inner result is also a result of the graph, and is read by another matmul."""
+    """``read``: where another matmul reads a view of the inner result: ``before`` or ``after`` the second seam. The
+    view is then also a result of the graph."""
+
+    def other() -> list[fx.Node]:
+        view = made.view(middle, 1, tokens, INNER)
+        return [view, made.mm(made.view(view, tokens, INNER), made.input(INNER, 8, name="other"))]
+
     made = HandGraph()
     x = made.input(tokens, 16)
     residual = made.input(tokens // made.world_size, HIDDEN, name="residual")
     rows = made.call(aten.add.Tensor, made.scatter(made.mm(x, made.input(16, HIDDEN, name="o"))), residual)
     gathered = made.gather(_norm(made, rows))
     middle = inner(made, gathered)
+    early = other() if read == "before" else []
     down = made.mm(middle, made.input(INNER, HIDDEN, name="down"))
     later = made.call(aten.add.Tensor, made.scatter(scattered(made, gathered, down)), rows)
     q = last(made, made.gather(_norm(made, later)))
-    if not read:
-        return made.output(q, later)
-    view = made.view(middle, 1, tokens, INNER)
-    return made.output(q, later, view, made.mm(made.view(view, tokens, INNER), made.input(INNER, 8, name="other")))
+    return made.output(q, later, *early, *(other() if read == "after" else []))
 
 
 def _plans(report: OverlapReport) -> list[tuple[Any, Any]]:
@@ -166,10 +170,11 @@ def test_seams_with_other_numbers_of_joined_ranks_are_not_chained(monkeypatch: p
         assert _plans(_graph(tokens=128).run(sub_chunks=2)) == APART
 
 
-def test_a_result_that_is_also_read_elsewhere_is_kept_until_its_pieces_were_sent() -> None:
+@pytest.mark.parametrize("read", ["before", "after"])
+def test_a_result_that_is_also_read_elsewhere_is_kept_until_its_pieces_were_sent(read: str) -> None:
     """On 2 ranks, the pieces lie in the memory of the whole result."""
     with fake_group(2):
-        report = _graph(read=True).run(sub_chunks=2)
+        report = _graph(read=read).run(sub_chunks=2)
     assert _plans(report) == CHAINED
     lines = report.after.splitlines()
     (whole,) = [i for i, line in enumerate(lines) if line.startswith("assemble") and f"[64, {INNER}]" in line]

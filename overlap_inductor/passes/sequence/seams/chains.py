@@ -91,6 +91,8 @@ def _may_move(first: Seam, second: Seam) -> bool:
     scatter, gather = nodes_of(second.scatter, ReduceNodes), nodes_of(second.gather, GatherNodes)
     read = {*scatter.externals, *(m.rhs for m in scatter.leaves)}
     read.update(n for m in scatter.leaves for n in (scatter.bias_of(m), *m.scales()) if n is not None)
+    pointwise = [n for n in scatter.layouts if tools.is_pointwise(n)]
+    read.update(i for n in pointwise for i in n.all_input_nodes if not tools.is_tensor(i))
     region, computed = {second.scattered, *second.region}, {*gather.others(), *(m.node for m in gather.matmuls)}
     read.update(i for n in second.region for i in n.all_input_nodes if i not in region)
     known = dict.fromkeys(second.gather.collectives[0].chain(), True)

@@ -134,11 +134,11 @@ def _run_after(wait: fx.Node, computed: Sequence[fx.Node]) -> None:
 def _read_pieces(chain: Chain, last: fx.Node, values: StepValues) -> None:
     """Have the second scatter read the pieces that the first gather computes, not the tensor that is assembled from
     them. ``last``: the scatter's last send."""
-    graph = last.graph
+    graph, source = last.graph, chain.first.gather.facts.id
     site, world_size = chain.second.scatter.facts.id, chain.second.scatter.facts.collective.world_size
     takes = (overlap.take.default, overlap.take_ranks.default)
     taken = [n for n in graph.nodes if n.target in takes and n.meta.get(SITE) == site]
-    bases = {n: base for n in taken if (base := _assembled(n.args[0])) is not None}
+    bases = {n: base for n in taken if (base := _assembled(n.args[0])) is not None and base.meta.get(SITE) == source}
     pieces = {base: _pieces(base, world_size) for base in bases.values()}
     for node, base in bases.items():
         arguments: Any = node.args
@@ -176,7 +176,8 @@ def _without_copies(base: fx.Node, world_size: int) -> None:
         return tools.is_reshape(node)
 
     tools.walk([base], visit)
-    if any(n.target is not overlap.take.default or n.args[2] != 0 for n in readers):
+    group = copies[0].args[6]
+    if any(n.target is not overlap.take.default or (n.args[2], n.args[6]) != (0, group) for n in readers):
         return
     for node in copies:
         shifts: Any = node.args[2]
@@ -188,7 +189,7 @@ def _without_copies(base: fx.Node, world_size: int) -> None:
 
 def _keep_until(base: fx.Node, last: fx.Node, values: StepValues) -> None:
     """Have all readers of ``base`` run after ``last``. The pieces lie in the memory of ``base``, which may be freed
-    after its last reader. Views move behind ``last``."""
+    after its last reader. Readers before ``last`` move behind it."""
     early: list[fx.Node] = []
 
     def visit(node: fx.Node) -> bool:
@@ -198,7 +199,8 @@ def _keep_until(base: fx.Node, last: fx.Node, values: StepValues) -> None:
 
     tools.walk([base], visit)
     for node in early:
-        if not (tools.is_reshape(node) or node.target is overlap.after.default):
+        ours = SITE in node.meta and not (tools.is_reshape(node) or node.target is overlap.after.default)
+        if ours or not free_to_move(node):
             raise RuntimeError(f"{node.name} reads {base.name} before {last.name}")
     readers = list(base.users)
     with base.graph.inserting_after(max(base, last)):
@@ -250,7 +252,8 @@ def _move(nodes: Sequence[fx.Node], before: fx.Node, movable: set[fx.Node]) -> N
     """Move ``nodes``, and what they need, in front of ``before``. ``movable``: ops that may move although they write in
     place."""
     for node in _needed(nodes, before):
-        if node is before or (node not in movable and not free_to_move(node)):
+        written = SITE not in node.meta and tools.written_between(before.prev, node, node.all_input_nodes)
+        if node is before or written or (node not in movable and not free_to_move(node)):
             raise RuntimeError(f"{node.name} cannot move in front of {before.name}")
         before.prepend(node)
 
