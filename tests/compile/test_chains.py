@@ -149,7 +149,13 @@ def test_a_seam_behind_another_op_is_not_chained() -> None:
         assert _plans(_graph(_summed).run(sub_chunks=2)) == APART
 
 
-@pytest.mark.parametrize("what", [_with_earlier_tokens, _with_a_collective, _with_a_random_row])
+def _times_a_number(made: HandGraph, gathered: fx.Node, result: fx.Node) -> fx.Node:
+    """The matmul's result is multiplied by the largest gathered number, a scalar in Python."""
+    number = made.call(aten._local_scalar_dense.default, made.call(aten.amax.default, gathered))
+    return made.call(aten.mul.Tensor, result, number)
+
+
+@pytest.mark.parametrize("what", [_with_earlier_tokens, _with_a_collective, _with_a_random_row, _times_a_number])
 def test_a_seam_that_needs_more_than_the_first_gather_gives_is_not_chained(what: Any) -> None:
     """In a chain, ``cumsum`` would read gathered rows before they have arrived, and the collective would run before its
     program says so."""

@@ -34,9 +34,9 @@ class Joined:
 
 
 def join(sites: Sequence[DecidedSite], config: OverlapConfig, uncut: Collection[list[str]] = ()) -> Joined:
-    """Choose which seams among ``sites`` are written in bands. The plans of each chosen seam's
-    two sites get the parameter ``bands`` and the estimated times in bands. Bands need not pay if estimates do
-    not choose the ring's sub-chunks (``sub_chunks.by_estimate``).
+    """Choose which seams among ``sites`` are written in bands. The plans of each chosen seam's two sites get the
+    parameter ``bands`` and the estimated times in bands. Bands need not pay if estimates do not choose the ring's
+    sub-chunks (``sub_chunks.by_estimate``).
 
     Then choose chains among these seams (``chains``). If estimates choose the bands, a chain may have another number of
     bands than its seams alone. It is written if its estimate is shorter than the sum of theirs

@@ -41,13 +41,12 @@ from overlap_inductor.passes.sequence.seams.chains import free_to_move
 from overlap_inductor.passes.sequence.seams.write import SITE
 from overlap_inductor.passes.sequence.seams.write import write_like
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites.placement import needed_behind
 from overlap_inductor.torch_compat.step_values import StepValues
 from overlap_inductor.torch_compat.step_values import mark
 
 aten = torch.ops.aten
 overlap = torch.ops.overlap_inductor
-
-
 _SETTINGS = 8
 """The number of arguments of ``exchange_wait`` in front of ``computed``."""
 
@@ -236,22 +235,10 @@ def _pieces(base: fx.Node, world_size: int) -> dict[Any, fx.Node]:
     }
 
 
-def _needed(nodes: Iterable[fx.Node], before: fx.Node) -> list[fx.Node]:
-    """In graph order, those of ``nodes`` and of the nodes from which they are computed that stand behind ``before``."""
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found and not node < before:
-            found.add(node)
-            pending += node.all_input_nodes
-    return sorted(found)
-
-
 def _move(nodes: Sequence[fx.Node], before: fx.Node, movable: set[fx.Node]) -> None:
     """Move ``nodes``, and what they need, in front of ``before``. ``movable``: ops that may move although they write in
     place."""
-    for node in _needed(nodes, before):
+    for node in needed_behind(list(nodes), before):
         written = SITE not in node.meta and tools.written_between(before.prev, node, node.all_input_nodes)
         if node is before or written or (node not in movable and not free_to_move(node)):
             raise RuntimeError(f"{node.name} cannot move in front of {before.name}")
