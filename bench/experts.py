@@ -3,6 +3,7 @@
 
     torchrun --nproc-per-node 2 -m bench.experts
     torchrun --nproc-per-node 8 -m bench.experts --layers mixtral --tokens 32768 --forms dispatched
+    torchrun --nproc-per-node 2 -m bench.experts --train --forms dispatched    # forward and backward
 
 Forms of a layer (``bench.support.experts``), with equally many rows for every expert:
 
@@ -11,7 +12,8 @@ Forms of a layer (``bench.support.experts``), with equally many rows for every e
 - ``dispatched``: the layer of torchtitan. Each rank has its part of the tokens. Two all-to-alls move rows to their
   experts and back.
 
-Before and after the timing, each result is compared with that of the uncompiled layer. A wrong result ends the
+Before and after the timing, each result is compared with that of the uncompiled layer. With ``--train``, the gradients
+are compared too. A wrong result ends the
 benchmark. The collectives that move tokens are also timed without the rest of the layer (``transfers``). The JSON row
 of a case has the times of each schedule, of ``keep`` and of ``transfers``. Each is timed with the host hidden and with
 the host in the loop (``bench.timing``).
@@ -67,6 +69,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="tokens of the layer; in form dispatched, the ranks divide the tokens",
     )
     parser.add_argument("--schedules", nargs="*", default=["chunked", "auto"], choices=["ring", "chunked", "auto"])
+    parser.add_argument("--train", action="store_true", help="time forward and backward of form dispatched")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--case-seconds", type=float, default=3.0)
     parser.add_argument(
@@ -75,8 +78,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=540.0,
         help="leave out the first case that would probably end after this time, and all cases behind it",
     )
-    parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
-    return parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, help="default: experts.jsonl or experts_training.jsonl in bench/results")
+    options = parser.parse_args(arguments)
+    if options.train and options.forms != ["dispatched"]:
+        parser.error("--train needs --forms dispatched: the other form is that of inference")
+    options.out = options.out or rows.RESULTS / ("experts_training.jsonl" if options.train else "experts.jsonl")
+    return options
 
 
 def made(
@@ -109,12 +116,12 @@ def made(
     return layer, (x, ids.view(own, -1), weights), transfers
 
 
-def compiled(layer: torch.nn.Module, **config: Any) -> Callable[..., torch.Tensor]:
-    """``layer``, compiled under ``config``. Dynamo caches by code object, so each call of this function makes a new
+def compiled(layer: torch.nn.Module, inductor_mode: str = "default", **config: Any) -> Callable[..., torch.Tensor]:
+    """``layer``, compiled under ``config``, with ``torch.compile``'s ``mode`` ``inductor_mode``. Dynamo caches by code object, so each call of this function makes a new
     code object."""
     namespace = {"layer": layer}
     exec("def call(*args): return layer(*args)", namespace)
-    function = torch.compile(namespace["call"], dynamic=False)
+    function = torch.compile(namespace["call"], dynamic=False, mode=inductor_mode)
 
     def call(*inputs: Any) -> torch.Tensor:
         with overlap_inductor.overlap(**config):
@@ -124,21 +131,39 @@ def compiled(layer: torch.nn.Module, **config: Any) -> Callable[..., torch.Tenso
     return call
 
 
+def run(
+    layer: torch.nn.Module, call: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The output of ``call``, and, if gradients are enabled, the gradients of tokens, scores and weights."""
+    out = call(*inputs)
+    if not torch.is_grad_enabled():
+        return [out]
+    tensors = [x for x in (*inputs, *layer.parameters()) if x.requires_grad]
+    for tensor in tensors:
+        tensor.grad = None
+    out.backward(out.detach())
+    return [out.detach(), *(tensor.grad for tensor in tensors if tensor.grad is not None)]
+
+
 def measured(name: str, form: str, tokens: int, options: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     """The row of one case. All ranks call this together. Raises ``SystemExit`` on all ranks if a result is wrong."""
     torch._dynamo.reset()
     layer, inputs, transfers = made(form, LAYERS[name], tokens, clock.device)
-    expected = layer(*inputs).double()
+    if options.train:
+        inputs = tuple(x.requires_grad_() if x.is_floating_point() else x for x in inputs)
+    expected = [each.double() for each in run(layer, layer, inputs)]
     calls = {"keep": compiled(layer, mode="off")}
     calls |= {s: compiled(layer, schedule=s, mode="on" if s == "auto" else "strict") for s in options.schedules}
 
     def error(call: Callable[..., torch.Tensor]) -> float:
-        return greatest(float((call(*inputs).double() - expected).abs().max() / expected.abs().max()))
+        found = run(layer, call, inputs)
+        off = [(f.double() - e).abs().max() / e.abs().max() for f, e in zip(found, expected, strict=True)]
+        return greatest(float(torch.stack(off).max()))
 
     errors = {call_name: error(call) for call_name, call in calls.items()}
     # The graphs are compiled now. Entering ``overlap`` takes the host 0.4 to 0.8 ms, so timed calls do not enter it.
-    every: dict[str, Callable[[], Any]] = {n: lambda c=c: c.function(*inputs) for n, c in calls.items()}
-    every["transfers"] = transfers
+    every: dict[str, Callable[[], Any]] = {n: lambda c=c: run(layer, c.function, inputs) for n, c in calls.items()}
+    every["transfers"] = (lambda: (transfers(), transfers())) if options.train else transfers
     times = {}
     with torch.compiler.set_stance("fail_on_recompile"):
         for setting in ("hidden", "compiled"):
@@ -152,6 +177,7 @@ def measured(name: str, form: str, tokens: int, options: argparse.Namespace, clo
         "layer": name,
         "form": form,
         "tokens": tokens,
+        "train": options.train,
         **asdict(LAYERS[name]),
         "world_size": dist.get_world_size(),
         "us": times,
@@ -159,9 +185,14 @@ def measured(name: str, form: str, tokens: int, options: argparse.Namespace, clo
     }
 
 
-@torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     start, options = time.monotonic(), parsed(arguments)
+    with torch.set_grad_enabled(options.train):
+        return measure(start, options)
+
+
+def measure(start: float, options: argparse.Namespace) -> int:
+    """Measure the cases that ``options`` request. Returns the exit status."""
     rank, _ = start_rank(120.0)
     torch._dynamo.config.capture_scalar_outputs = True
     clock, where, longest = Clock(gpu()), rows.environment(gpu()), 0.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of ``bench.layers``: steps of tensor-parallel models that can be compiled, compared and timed.
 
-The models are a Hugging Face Llama with ``tp_plan="auto"`` and random weights, and DTensor sequence-parallel MLP
-blocks.
+The models are a Hugging Face Llama with ``tp_plan="auto"`` and random weights, and MLP blocks of DTensor with and
+without ``SequenceParallel``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import parallelize_module
 
 from overlap_inductor.cli import demo_models
 
@@ -90,6 +93,7 @@ def forward(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dt
     model, ids = _llama(folder, dtype), _ids(sizes.vocabulary, batch, tokens, device)
 
     def step(function: Any) -> Outputs:
+        torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
             return {"logits": function(input_ids=ids).logits}
 
@@ -140,18 +144,42 @@ def _blocks(sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: s
     return nn.Sequential(*blocks), x.to(device, dtype)
 
 
-def blocks_forward(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
-    model, x = _blocks(sizes, batch, tokens, dtype, device)
+def _reduced(sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> tuple[nn.Module, torch.Tensor]:
+    """Blocks with DTensor's default layouts, whose last matmul is all-reduced, and their whole input."""
+    mesh = dist.init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    blocks = [demo_models.Block(sizes.hidden, sizes.ffn).to(device=device, dtype=dtype) for _ in range(sizes.layers)]
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = {"mlp.gate_proj": columns, "mlp.up_proj": columns, "mlp.down_proj": rows}
+    x = torch.randn(batch, tokens, sizes.hidden, generator=torch.Generator().manual_seed(2))
+    return nn.Sequential(*(parallelize_module(b, mesh, plan) for b in blocks)), x.to(device, dtype)
 
+
+def blocks_forward(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
+    return _forward_of("blocks_forward", *_blocks(sizes, batch, tokens, dtype, device), batch, tokens)
+
+
+def blocks_training(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
+    return _training_of("blocks_training", *_blocks(sizes, batch, tokens, dtype, device), batch, tokens)
+
+
+def reduced_forward(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
+    return _forward_of("reduced_forward", *_reduced(sizes, batch, tokens, dtype, device), batch, tokens)
+
+
+def reduced_training(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
+    return _training_of("reduced_training", *_reduced(sizes, batch, tokens, dtype, device), batch, tokens)
+
+
+def _forward_of(phase: str, model: nn.Module, x: torch.Tensor, batch: int, tokens: int) -> Program:
     def step(function: Any) -> Outputs:
         with torch.no_grad():
             return {"output": function(x)}
 
-    return Program("blocks_forward", batch, tokens, model, step)
+    return Program(phase, batch, tokens, model, step)
 
 
-def blocks_training(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: torch.dtype, device: str) -> Program:
-    model, x = _blocks(sizes, batch, tokens, dtype, device)
+def _training_of(phase: str, model: nn.Module, x: torch.Tensor, batch: int, tokens: int) -> Program:
     x.requires_grad_()
 
     def step(function: Any) -> Outputs:
@@ -162,7 +190,7 @@ def blocks_training(folder: Path, sizes: Sizes, batch: int, tokens: int, dtype: 
         assert x.grad is not None
         return {"output": output.detach(), "input": x.grad, **_gradients(model)}
 
-    return Program("blocks_training", batch, tokens, model, step)
+    return Program(phase, batch, tokens, model, step)
 
 
 def _gradients(model: nn.Module) -> Outputs:
@@ -171,5 +199,14 @@ def _gradients(model: nn.Module) -> Outputs:
 
 
 PHASES: dict[str, Callable[[Path, Sizes, int, int, torch.dtype, str], Program]] = {
-    make.__name__: make for make in (forward, decode, training, blocks_forward, blocks_training)
+    make.__name__: make
+    for make in (
+        forward,
+        decode,
+        training,
+        blocks_forward,
+        blocks_training,
+        reduced_forward,
+        reduced_training,
+    )
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time whole layers under plain ``torch.compile`` and with overlap: forward, decode and training.
 
-The models are an unchanged Hugging Face Llama, and sequence-parallel MLP blocks.
+The models are an unchanged Hugging Face Llama, and MLP blocks of DTensor with and without ``SequenceParallel``.
 
     sudo .venv/bin/python -m bench.layers                    # gloo ranks on a slow link: 2, then 4
     torchrun --nproc-per-node 8 -m bench.layers --device cuda
@@ -51,7 +51,17 @@ ROOT = rows.RESULTS.parent.parent
 CPU = Sizes(layers=4, hidden=1024, ffn=2816, heads=16, kv_heads=16, vocabulary=1024, prompt=128)
 CPU_FROM_3_RANKS = dataclasses.replace(CPU, hidden=2048, ffn=5632)
 CUDA = Sizes(layers=4, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=32000)
-CPU_CASES = [(phase, 1, 1024) for phase in ("forward", "training", "blocks_forward", "blocks_training")]
+CPU_CASES = [
+    (phase, 1, 1024)
+    for phase in (
+        "forward",
+        "training",
+        "blocks_forward",
+        "blocks_training",
+        "reduced_forward",
+        "reduced_training",
+    )
+]
 CUDA_CASES = [
     *(("forward", 1, tokens) for tokens in (1024, 4096, 8192, 16384)),
     *(("decode", batch, 1) for batch in (1, 16)),
@@ -83,6 +93,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=0,
         metavar="TOKENS",
         help="compile with dynamic=True, first with this number of tokens, so that one graph may serve all counts",
+    )
+    parser.add_argument(
+        "--cuda-graphs", action="store_true", help="on GPUs, run the steps of all programs as CUDA graphs"
     )
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of sequences of a decode step")
     for field in dataclasses.fields(Sizes):
@@ -147,6 +160,7 @@ def settings_of(options: argparse.Namespace, sizes: Sizes, link: str, machine: s
         repeats=options.repeats,
         seconds=options.seconds,
         dynamic=options.dynamic,
+        cuda_graphs=options.cuda_graphs,
         trace=options.trace,
         trace_steps=options.trace_steps,
     )

@@ -67,6 +67,7 @@ class Settings:
         seconds: about how long each program may be timed.
         dynamic: the number of tokens with which each variant is compiled first, with ``dynamic=True``. 0: each variant
             is compiled with ``dynamic=False``.
+        cuda_graphs: whether steps of every program, and not only of a decode program, run as CUDA graphs (on GPUs).
         trace: the folder for the traces (``bench.layer_trace``), or empty.
         trace_steps: the number of steps of each variant to trace.
     """
@@ -82,6 +83,7 @@ class Settings:
     repeats: int
     seconds: float
     dynamic: int
+    cuda_graphs: bool
     trace: str
     trace_steps: int
 
@@ -160,7 +162,7 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
     functions: dict[str, Any] = {}
     facts: dict[str, dict[str, Any]] = {}
     for variant in chosen:
-        captured = program.cuda_graphs and settings.device == "cuda"
+        captured = (program.cuda_graphs or settings.cuda_graphs) and settings.device == "cuda"
         functions[variant.name] = compiled(variant, program.model, captured, first is not None)
         programs = [program] if first is None else [first, program]
         facts[variant.name] = _first_run(variant, programs, functions[variant.name], reference, settings)
@@ -193,11 +195,14 @@ def measure(folder: Path, settings: Settings, case: tuple[str, int, int]) -> Ite
             "repeats": time_.repeats,
             "load": round(load, 2),
             "dynamic": settings.dynamic,
+            "cuda_graphs": program.cuda_graphs or settings.cuda_graphs,
             **facts[name],
         }
     if settings.trace:
-        from bench.layer_trace import traced
-
+        if settings.device == "cuda":
+            from bench.layer_trace_gpu import traced
+        else:
+            from bench.layer_trace import traced
         with _on_one_core(settings.device):
             others = {name: f for name, f in functions.items() if name != LOCAL}
             traced(Path(settings.trace), program, others, settings.trace_steps)

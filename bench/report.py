@@ -27,6 +27,7 @@ PICTURES: dict[Path, tuple[Callable[[], list[summaries.Row]], Callable[[list[sum
     _ASSETS / "slow_link.png": (summaries.slow_link_rows, plots.slow_link),
     _ASSETS / "layers.png": (summaries.layers_rows, plots.layers),
     _ASSETS / "layer_trace.png": (summaries.trace_rows, trace_plot.draw),
+    _ASSETS / "layer_trace_gpu.png": (summaries.gpu_trace_rows, trace_plot.draw_layer),
 }
 """The pictures of README and ``docs/``, each with two functions: one reads the picture's rows, the other draws the
 picture."""

@@ -310,19 +310,33 @@ def layers_rows(name: str = "layers_slow_link") -> list[Row]:
     return [row for same in groups(_read(name), *program).values() for row in same if row["date"] == same[-1]["date"]]
 
 
+FAMILY_RANKS = (2, 3, 4)
+
+
 def families() -> str:
-    """For each Hugging Face family that was trained with the sequence-parallel rewrite: its result, how many of its
-    all-reduces were rewritten, and why the others were not."""
+    """For each Hugging Face family that was trained with the sequence-parallel rewrite on 2, 3 and 4 ranks: its result,
+    how many of its all-reduces were rewritten, and why the others were not."""
+    stored = _read("hugging_face_rewritten") + _read("hugging_face_rewritten_ranks")
     lines = []
-    for row in _read("hugging_face_rewritten"):
-        left = ", ".join(f"{count} {reason.removeprefix('refused: ')}" for reason, count in row.get("left", {}).items())
-        counts = (row["all_reduces"], row["rewritten"]) if "all_reduces" in row else ("-", "-")
-        lines.append((row["case"], row["outcome"], *counts, left or "-"))
-    return _table(("family", "result", "all-reduces", "rewritten", "not rewritten, by reason"), lines)
+    for (family,), same in groups(stored, "case").items():
+        of = {row["ranks"]: row for row in same}
+        outcomes = {row["outcome"] for row in of.values()}
+        result = outcomes.pop() if len(outcomes) == 1 else ", ".join(f"{n}: {row['outcome']}" for n, row in of.items())
+        counts = [
+            f"{row['rewritten']} of {row['all_reduces']}" if "all_reduces" in row else "-"
+            for row in (of.get(number, {}) for number in FAMILY_RANKS)
+        ]
+        left = {reason.removeprefix("refused: ") for row in of.values() for reason in row.get("left", {})}
+        lines.append((family, result, *counts, ", ".join(sorted(left)) or "-"))
+    return _table(("family", "result", *(f"{n} ranks" for n in FAMILY_RANKS), "reason of the others"), lines)
 
 
 def trace_rows() -> list[Row]:
     return _read("layer_trace")
+
+
+def gpu_trace_rows() -> list[Row]:
+    return _read("layer_trace_gpu")
 
 
 def layers() -> str:

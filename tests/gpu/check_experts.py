@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks, on GPUs, layers of experts between two exchanges in schedule ``chunked``. Outputs and gradients are compared
-with fp64, with every load of the experts. Calls are repeated with late ranks, and on two streams.
+with fp64, with every load of the experts. Calls are repeated with late ranks, on two streams, and with
+``mode="reduce-overhead"``. (Calls of experts are not captured, because the host reads the numbers of rows.)
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_experts [--rounds 3] [--seed 0]
 
@@ -51,6 +52,7 @@ def _given(sizes: ExpertSizes, tokens: int, loads: str, rank: int, seed: int) ->
 def _results(layer: DispatchedExperts, call: Callable[..., torch.Tensor], given: Given) -> dict[str, torch.Tensor]:
     """The output, and the gradients of the tokens, of the scores and of the experts' weights."""
     layer.zero_grad()
+    torch.compiler.cudagraph_mark_step_begin()
     x, ids, scores = given[0].clone().requires_grad_(), given[1], given[2].clone().requires_grad_()
     out = call(x, ids, scores)
     out.float().square().sum().backward()
@@ -137,12 +139,17 @@ def main() -> int:
         layer = DispatchedExperts(rank, dist.get_world_size(), shared=True, sizes=sizes, blocking=True)
         layer = layer.to(device(), torch.bfloat16)
         calls = {"chunked": compiled(layer, schedule="chunked", mode="strict"), "uncompiled": layer}
+        captured = compiled(layer, "reduce-overhead", schedule="chunked", mode="strict")
         row: dict[str, Any] = {"rank": rank, "experts": sizes.experts}
         for number, loads in itertools.product(range(options.rounds), LOADS):
             tokens = TOKENS[number % len(TOKENS)]
             found = problems_of(layer, calls, tokens, loads, options.seed + number)
             wrong += len(found)
             print(json.dumps({**row, "loads": loads, "tokens": tokens, "problems": found}), flush=True)
+        for loads in LOADS:
+            found = problems_of(layer, {**calls, "chunked": captured}, TOKENS[1], loads, options.seed)
+            wrong += len(found)
+            print(json.dumps({**row, "loads": loads, "mode": "reduce-overhead", "problems": found}), flush=True)
         for check in (late, two_streams):
             found = check(layer, calls["chunked"], options.rounds)
             wrong += len(found)

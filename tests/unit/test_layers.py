@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench import layer_trace_gpu
 from bench import layer_variants
 from bench import layers
 from bench import plots
@@ -184,6 +185,33 @@ def test_shares_of_a_trace() -> None:
 def test_bars_of_one_kind_are_joined() -> None:
     spans = [Span("aten::mm", b, b + 1000) for b in (0, 1100, 2500)]
     assert bars(spans) == [("matmul", 0.0, 2.1), ("matmul", 2.5, 3.5)]
+
+
+def test_the_lanes_of_a_layer_on_gpus() -> None:
+    """The middle layer of three goes from the second attention to the third. Copies are a lane of their own."""
+    spans = [
+        Span("sdpa_flash_fprop", 0, 500),
+        Span("nvjet_sm90", 500, 900),
+        Span("ncclDevKernel_AllReduce", 900, 1100),
+        Span("sdpa_flash_fprop", 1000, 1500),
+        Span("nvjet_sm90", 1500, 1700),
+        Span("Memcpy PtoP (Device -> Device)", 1600, 1800),
+        Span("wait_for_parts", 1700, 1750),
+        Span("sum_partials", 1750, 1800),
+        Span("all_gather_matmul", 1801, 2100),
+        Span("sdpa_flash_fprop", 2000, 2500),
+    ]
+    begin, end = layer_trace_gpu.middle_layer(spans)
+    assert (begin, end) == (1000, 2000)
+    assert layer_trace_gpu.lanes(spans, begin, end) == {
+        "kernels": [
+            ("attention", 0.0, 0.5), ("matmul", 0.5, 0.7), ("wait", 0.7, 0.75), ("pointwise", 0.75, 0.8),
+            ("matmul", 0.801, 1.0),
+        ],
+        "transfers": [("collective", 0.0, 0.1), ("send", 0.6, 0.8)],
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="has 1 attentions"):
+        layer_trace_gpu.middle_layer(spans[:3])
 
 
 def test_the_table_has_what_was_measured() -> None:
