@@ -117,8 +117,8 @@ def made(
 
 
 def compiled(layer: torch.nn.Module, inductor_mode: str = "default", **config: Any) -> Callable[..., torch.Tensor]:
-    """``layer``, compiled under ``config``, with ``torch.compile``'s ``mode`` ``inductor_mode``. Dynamo caches by code object, so each call of this function makes a new
-    code object."""
+    """``layer``, compiled under ``config``. ``inductor_mode``: the ``mode`` of ``torch.compile``. Dynamo caches by code
+    object, so each call of this function makes a new code object."""
     namespace = {"layer": layer}
     exec("def call(*args): return layer(*args)", namespace)
     function = torch.compile(namespace["call"], dynamic=False, mode=inductor_mode)
