@@ -314,8 +314,8 @@ FAMILY_RANKS = (2, 3, 4)
 
 
 def families() -> str:
-    """The Hugging Face families that were trained with the sequence-parallel rewrite on 2, 3 and 4 ranks: each with its
-    result, how many of its all-reduces were rewritten, and why the others were not."""
+    """The Hugging Face families that were trained with the sequence-parallel rewrite: each with its result, how many of
+    its all-reduces were rewritten, and why the others were not."""
     stored = _read("hugging_face_rewritten") + _read("hugging_face_rewritten_ranks")
     lines = []
     for (family,), same in groups(stored, "case").items():
