@@ -45,7 +45,7 @@ def seconds(sizes: SiteSizes, machine: Machine, copied: float) -> float:
 
 def pays(sizes: SiteSizes, machine: Machine, copied: float) -> bool:
     """Whether the call is estimated to be more than 5 % faster than ``keep``. It must be 25 % in groups larger than
-    those measured, and if values are copied, as in training, which was not timed."""
+    those measured, and if values are copied, as in training, which was slower where it was timed."""
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     measured = sizes.world_size <= RANKS and not copied
     return seconds(sizes, machine, copied) * (MARGIN if measured else MARGIN_UNMEASURED) < keep
