@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from overlap_inductor.facts.decision import Reason
 from overlap_inductor.passes import examples
 from overlap_inductor.passes import find_region as reduce_region
 from overlap_inductor.passes.find_reduce import find_reduce
@@ -77,7 +78,7 @@ def _found(collectives: list[CollectiveNode], result: fx.Node, search: Search, s
     nodes, obstacle, left = find_reduce(collectives, result, search.owned())
     if nodes is None:
         nodes, obstacle = reduce_region.find(collectives, result, search.owned(), obstacle)
-    if (kept := _kept_gradient(collectives[0], nodes, search.phase)) is not None:
+    if (kept := _kept_gradient(collectives[0], nodes, obstacle, search.phase)) is not None:
         return kept
     if nodes is None:
         return Miss([] if obstacle is None else [obstacle], left=left)
@@ -85,12 +86,14 @@ def _found(collectives: list[CollectiveNode], result: fx.Node, search: Search, s
     return Match(nodes, dim, role, obstacle, left)
 
 
-def _kept_gradient(collective: CollectiveNode, nodes: ReduceNodes | None, phase: str) -> Miss | None:
-    """The answer if ``collective`` reduces a gradient and a setting of Inductor hides it, or if no matmul computes the
-    gradient; else ``None``."""
+def _kept_gradient(
+    collective: CollectiveNode, nodes: ReduceNodes | None, obstacle: Reason | None, phase: str
+) -> Miss | None:
+    """The answer if ``collective`` reduces a gradient and a setting of Inductor hides it, or if it stays as written
+    because no matmul computes the gradient; else ``None``."""
     if not gradients.is_weight_gradient(collective, phase):
         return None
-    other = gradients.other_maker(collective) if nodes is None else None
+    other = gradients.other_maker(collective) if nodes is None or obstacle is not None else None
     reason = gradients.hidden(collective) or (other[1] if other is not None else None)
     if reason is None:
         return None

@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard
 
@@ -121,7 +122,7 @@ class Joined(torch.autograd.Function):
         return w.view_as(w), v.view_as(v)
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, g: torch.Tensor, h: torch.Tensor) -> Any:  # type: ignore[override]
         parts = reduced(torch.cat([g.reshape(-1), h.reshape(-1)])).split([g.numel(), h.numel()])
         return parts[0].view(g.shape), parts[1].view(h.shape)
 
@@ -258,3 +259,19 @@ def test_compiled_distributed_data_parallel() -> None:
             step(torch.randint(0, 32, (2, 6))).backward()
     found = [miss for report in reports for miss in misses(report)]
     assert found == [("all_reduce", "data_parallel_gradient")] and not any(r.sites for r in reports)
+
+
+def test_collectives_outside_of_the_graphs_are_not_reported() -> None:
+    """The hooks of FSDP2 gather and reduce between the compiled blocks. So the graphs hold no collective."""
+    reports: list[OverlapReport] = []
+    backend = interpreted(OverlapConfig(schedule="ring"), reports)
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = Model()
+        for block in model.blocks:
+            block.compile(backend=backend)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(torch.randint(0, 32, (2, 6))).square().sum().backward()
+    assert {report.phase for report in reports} == {"forward", "backward"}
+    assert not any(report.sites or report.near_misses or report.stretches for report in reports)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains models whose weights are sharded in the graph, as by SimpleFSDP. Each weight is gathered before its matmul. Its
-gradient is reduce-scattered after the matmul that computes it."""
+"""Trains models whose weights are sharded in the graph, as by SimpleFSDP. Each weight is gathered before its matmul.
+Its gradient is reduce-scattered after the matmul that computes it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.support.gloo_ranks import compile_anew
 from tests.support.gloo_ranks import run_ranks
 from tests.support.interpreted import interpreted
 from tests.support.simple_fsdp import Model
+from tests.support.simple_fsdp import TensorParallelMlp
 from tests.support.simple_fsdp import data_parallel
 from tests.support.structures import GatherTokens
 
@@ -124,3 +125,50 @@ def test_a_model_whose_parameters_are_gathered_at_each_read(name: str, world_siz
     for overlapped, kept, errors in run_ranks(world_size, _train_model, name):
         assert overlapped == SPELLINGS[name][1] and kept == SPELLINGS[name][2]
         assert len(errors) == 10 and max(errors.values()) < limit, errors
+
+
+def _train_on_a_mesh(rank: int, world_size: int) -> tuple[list[str], dict[str, float]]:
+    """``("phase, group, pattern: status" of each site, errors)``. The ranks of a row of the mesh share their tokens."""
+    compile_anew()
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(99)
+    exact = [torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)]
+    model = TensorParallelMlp(*(w.float() for w in exact), mesh)
+    reports: list[OverlapReport] = []
+    backend = interpreted(OverlapConfig(schedule="ring", sequence_parallel="off"), reports)
+    row = mesh.get_local_rank("dp")
+    x = _tokens(row).float().requires_grad_()
+    found = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(x)
+    found.square().sum().backward()
+    exact = [w.requires_grad_() for w in exact]
+    tokens = [_tokens(r).requires_grad_() for r in range(2)]
+    results = [torch.relu(t @ exact[0].T) @ exact[1].T for t in tokens]
+    torch.stack([r.square().sum() for r in results]).sum().backward()
+    pairs = {"output": (found, results[row]), "input": (x.grad, tokens[row].grad)}
+    for parameter, weight, name in zip(model.parameters(), exact, ("up", "down"), strict=True):
+        pairs[name] = (parameter.grad.full_tensor(), weight.grad)
+    errors = {name: float((f.double() - e).abs().max() / e.abs().max()) for name, (f, e) in pairs.items()}
+    sites = [
+        f"{r.phase}, {s.facts.collective.mesh_dim}, {s.facts.pattern}: {s.decision.status}"
+        for r in reports
+        for s in r.sites
+    ]
+    assert not any(r.near_misses for r in reports)
+    return sorted(sites), errors
+
+
+MESH_SITES = [
+    "backward, dp, matmul_reduce_scatter: overlapped",
+    "backward, dp, matmul_reduce_scatter: overlapped",
+    "backward, tp, matmul_all_reduce: overlapped",
+    "forward, dp, all_gather_matmul: overlapped",
+    "forward, dp, all_gather_matmul: overlapped",
+    "forward, tp, matmul_all_reduce: refused",
+]
+"""The last site shares the matmul of the second layer with the gather of this layer's weight."""
+
+
+def test_data_and_tensor_parallel_weights() -> None:
+    for sites, errors in run_ranks(4, _train_on_a_mesh):
+        assert sites == MESH_SITES
+        assert max(errors.values()) < 1e-5, errors

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,8 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from overlap_inductor.torch_compat.functional_collectives import all_reduce
 
 c10d = torch.ops._c10d_functional
 _GATHERING = {c10d.all_gather_into_tensor.default, c10d.wait_tensor.default, torch.ops.aten._to_copy.default}
@@ -46,10 +49,17 @@ class Whole:
         dtype: the dtype in which weights are gathered and used, or ``None`` for the parameter's dtype.
         reduced_in: the dtype in which gradients are reduced, or ``None`` for the dtype of the weights.
         again: whether the backward gathers the weights again.
+        kept: the number of mesh dims, the last ones, over which a weight stays as it is (tensor parallelism).
     """
 
-    def __init__(self, dtype: torch.dtype | None, reduced_in: torch.dtype | None, again: bool) -> None:
-        self.dtype, self.reduced_in, self.again = dtype, reduced_in, again
+    def __init__(
+        self,
+        dtype: torch.dtype | None = None,
+        reduced_in: torch.dtype | None = None,
+        again: bool = False,
+        kept: int = 0,
+    ) -> None:
+        self.dtype, self.reduced_in, self.again, self.kept = dtype, reduced_in, again, kept
 
     def read(self, parameter: DTensor) -> torch.Tensor:
         if self.again:
@@ -57,11 +67,12 @@ class Whole:
         return self.gathered(parameter)
 
     def gathered(self, parameter: DTensor) -> torch.Tensor:
-        dims = parameter.device_mesh.ndim
+        dims = parameter.device_mesh.ndim - self.kept
+        kept = parameter.placements[dims:]
         whole = parameter.redistribute(
-            placements=[Replicate()] * dims, forward_dtype=self.dtype, backward_dtype=self.reduced_in
+            placements=[*[Replicate()] * dims, *kept], forward_dtype=self.dtype, backward_dtype=self.reduced_in
         )
-        return whole.to_local(grad_placements=[Partial()] * dims)
+        return whole.to_local(grad_placements=[*[Partial()] * dims, *kept])
 
 
 def data_parallel(
@@ -88,6 +99,35 @@ def data_parallel(
 
 def _reader(name: str, whole: Whole) -> property:
     return property(lambda module: whole.read(module._parameters[name]))
+
+
+class SumOverRanks(torch.autograd.Function):
+    """Sums over the ranks of a group. With ``later``, sums the gradient and not the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, later: bool) -> torch.Tensor:
+        ctx.group, ctx.later = group, later
+        return x.view_as(x) if later else all_reduce(x, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return all_reduce(grad, "sum", ctx.group) if ctx.later else grad, None, None
+
+
+class TensorParallelMlp(nn.Module):
+    """Two linear layers on a mesh with dims ``dp`` and ``tp``. Over ``tp``, the first layer's columns and the second
+    layer's rows are sharded. Over ``dp``, the other dim of each weight is sharded, and gathered at each read."""
+
+    def __init__(self, up: torch.Tensor, down: torch.Tensor, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.up = nn.Parameter(distribute_tensor(up, mesh, [Shard(1), Shard(0)]))
+        self.down = nn.Parameter(distribute_tensor(down, mesh, [Shard(0), Shard(1)]))
+        self.group, self.whole = mesh.get_group("tp"), Whole(kept=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, down = self.whole.read(self.up), self.whole.read(self.down)
+        hidden = F.relu(F.linear(SumOverRanks.apply(x, self.group, True), up))
+        return SumOverRanks.apply(F.linear(hidden, down), self.group, False)
 
 
 class Block(nn.Module):
