@@ -53,7 +53,9 @@ class MatmulAllReduce:
     example = examples.MATMUL_ALL_REDUCE
 
     def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
-        merged, result = _added_later(collective, search) or ([collective], collective.wait)
+        hidden = gradients.hidden(collective) is not None and gradients.is_weight_gradient(collective, search.phase)
+        sums = None if hidden else _added_later(collective, search)
+        merged, result = sums or ([collective], collective.wait)
         return _found(merged, result, search, scatters=False)
 
 

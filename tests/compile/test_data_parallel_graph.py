@@ -174,6 +174,19 @@ def test_what_a_setting_hides_is_kept(settings: dict[str, Any], gathers: bool, r
         assert (REORDER if REORDER in settings else next(iter(SCHEDULING))) in miss.reason.text
 
 
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_weight_that_is_read_twice(hides: bool) -> None:
+    """Its two all-reduces are added, so they are one site. If a setting hides them, each has its own reason."""
+    read = through(reduced)
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (F.linear(x, read(w)) + F.linear(x.sin(), read(w))).square().sum()
+
+    with inductor_config.patch(SCHEDULING if hides else {}):
+        *_, backward = trained(fn, torch.randn(12, 16))
+    assert len(backward.sites) == (not hides) and codes(backward) == ["data_parallel_gradient"] * (2 * hides)
+
+
 @inductor_config.patch(SCHEDULING)
 def test_the_gradient_of_an_activation_is_not_that_of_a_weight() -> None:
     """A column-wise layer reduces the gradient of its input. The backward returns this gradient, too."""
