@@ -11,6 +11,8 @@ The matmuls that can be cut are the *consumers* of one site. Before and after th
 
 from __future__ import annotations
 
+from torch import fx
+
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.passes import examples
 from overlap_inductor.passes.follow import Follower
@@ -21,13 +23,14 @@ from overlap_inductor.passes.pattern import Miss
 from overlap_inductor.passes.pattern import Search
 from overlap_inductor.sites import beside
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.sites import matmuls
 from overlap_inductor.sites.gather_epilogue import find_epilogue
 from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.layouts import Layout
 from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.graph_inputs import is_parameter
-from overlap_inductor.torch_compat.ordering import prefetcher
+from overlap_inductor.torch_compat.hiding import gather_hider
 
 aten = tools.aten
 
@@ -45,11 +48,11 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
     return nodes, follower.obstacles
 
 
-def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
-    """Whether this is FSDP's gather of a weight: a parameter (``is_parameter``), possibly cast, viewed or padded, is
-    the right-hand operand of each consumer. If parameters are unknown, every input but a tangent counts as a
-    parameter."""
-    source = nodes.collective.input
+def is_weight_gather(collective: CollectiveNode, nodes: GatherNodes | None, phase: str) -> bool:
+    """Whether this is FSDP's gather of a parameter (``is_parameter``), possibly cast, viewed or padded. If parameters
+    are unknown, every input but a tangent counts as a parameter. Then the gather must also be the right-hand operand of
+    each consumer in ``nodes``."""
+    source = collective.input
     while (
         source.op == "call_function"
         and len(source.all_input_nodes) == 1
@@ -63,8 +66,9 @@ def is_weight_gather(nodes: GatherNodes, phase: str) -> bool:
         source = source.all_input_nodes[0]
     if source.op not in ("placeholder", "get_attr") or source.name.startswith("tangents"):
         return False
-    if source.op == "placeholder" and is_parameter(source) is False:
-        return False
+    known = is_parameter(source) if source.op == "placeholder" else None
+    if known is not None or nodes is None:
+        return bool(known)
     if phase == "backward":
         # The matmul of a weight's gradient may have a gathered activation on the right, and a transposed gradient on
         # the left. Beside a gathered weight, the left operand is not transposed. So a gather beside a transposed left
@@ -86,16 +90,45 @@ class AllGatherMatmul:
         if not tools.shape(collective.input):
             return Miss([Reason("no_matmul", beside.NO_MATMUL)], final=True)
         nodes, obstacles = find_gather(collective)
-        if nodes is None:
-            return Miss(obstacles)
-        first = nodes.consumers[0]
-        if (hides := prefetcher()) is not None and is_weight_gather(nodes, search.phase):
+        if (hides := gather_hider()) is not None and is_weight_gather(collective, nodes, search.phase):
             text = (
                 f"{collective.input.name} is a weight that is gathered before its use (FSDP);"
                 f" torch._inductor.config.{hides} is on and moves the gather under earlier work"
             )
-            return Miss([Reason("fsdp_weight_gather", text)], final=True, anchor=first.matmul.node)
+            anchor = nodes.consumers[0].matmul.node if nodes is not None else None
+            return Miss([Reason("fsdp_weight_gather", text)], final=True, anchor=anchor)
+        if _only_broadcast(collective.wait) and is_weight_gather(collective, None, search.phase):
+            text = (
+                f"{collective.input.name} is a weight that is broadcast to all tokens, as that of a norm or a bias is;"
+                " no matmul multiplies it, so none hides its gather"
+            )
+            return Miss([Reason("no_matmul", text)], final=True)
+        if nodes is None:
+            return Miss(obstacles)
+        first = nodes.consumers[0]
         return Match(nodes, _logical_dim(nodes), first.role)
+
+
+def _only_broadcast(weight: fx.Node) -> bool:
+    """Whether ``weight`` is only read, possibly cast, viewed or computed element by element, where it is broadcast to a
+    larger tensor, or as the bias of a matmul."""
+    pending, broadcast = [weight], False
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            matmul = matmuls.parse(user)
+            if user.target is aten.expand.default or (matmul is not None and matmul.bias is node):
+                broadcast = True
+            elif user.target is aten.slice.Tensor or tools.is_reshape(user) or tools.permutation(user) is not None:
+                pending.append(user)
+            elif not tools.is_pointwise(user):
+                if user.op != "output":
+                    return False
+            elif len(tools.shape(user)) > len(tools.shape(node)):
+                broadcast = True
+            else:
+                pending.append(user)
+    return broadcast
 
 
 def _logical_dim(nodes: GatherNodes) -> int | None:

@@ -7,20 +7,24 @@
     mm(x, w) -> all_gather                 matmul_all_gather
 
 If ``find_reduce`` finds no site, ``find_region`` searches again. It also follows ``cat``, and reductions over a dim.
+The reduction of a gradient is no site if a setting of Inductor already hides it.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
+from overlap_inductor.facts.decision import Reason
 from overlap_inductor.passes import examples
 from overlap_inductor.passes import find_region as reduce_region
 from overlap_inductor.passes.find_reduce import find_reduce
 from overlap_inductor.passes.pattern import Match
 from overlap_inductor.passes.pattern import Miss
 from overlap_inductor.passes.pattern import Search
+from overlap_inductor.sites import gradients
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.nodes import CollectiveNode
+from overlap_inductor.sites.reduce_nodes import ReduceNodes
 from overlap_inductor.torch_compat import operators
 
 aten = tools.aten
@@ -49,7 +53,9 @@ class MatmulAllReduce:
     example = examples.MATMUL_ALL_REDUCE
 
     def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
-        merged, result = _added_later(collective, search) or ([collective], collective.wait)
+        hidden = gradients.hidden(collective) is not None and gradients.is_weight_gradient(collective, search.phase)
+        sums = None if hidden else _added_later(collective, search)
+        merged, result = sums or ([collective], collective.wait)
         return _found(merged, result, search, scatters=False)
 
 
@@ -74,10 +80,27 @@ def _found(collectives: list[CollectiveNode], result: fx.Node, search: Search, s
     nodes, obstacle, left = find_reduce(collectives, result, search.owned())
     if nodes is None:
         nodes, obstacle = reduce_region.find(collectives, result, search.owned(), obstacle)
+    if (kept := _kept_gradient(collectives[0], nodes, obstacle, search.phase)) is not None:
+        return kept
     if nodes is None:
         return Miss([] if obstacle is None else [obstacle], left=left)
     dim, role = (nodes.sharded.dim, nodes.role) if scatters else (None, None)
     return Match(nodes, dim, role, obstacle, left)
+
+
+def _kept_gradient(
+    collective: CollectiveNode, nodes: ReduceNodes | None, obstacle: Reason | None, phase: str
+) -> Miss | None:
+    """The answer if ``collective`` reduces a gradient and a setting of Inductor hides it, or if it stays as written
+    because no matmul computes the gradient; else ``None``."""
+    if not gradients.is_weight_gradient(collective, phase):
+        return None
+    other = gradients.other_maker(collective) if nodes is None or obstacle is not None else None
+    reason = gradients.hidden(collective) or (other[1] if other is not None else None)
+    if reason is None:
+        return None
+    anchor = nodes.matmuls[0].node if nodes is not None else other[0] if other is not None else None
+    return Miss([reason], final=True, anchor=anchor)
 
 
 def _added_later(collective: CollectiveNode, search: Search) -> tuple[list[CollectiveNode], fx.Node] | None:

@@ -10,6 +10,7 @@ _PART_OF_THE_MODEL = "Nothing to do if the model needs it this way."
 ADVICE = {
     "backend_not_supported": "Compile with torch.compile and Inductor's Python wrapper.",
     "coalesced": "Call one collective for each tensor in place of the coalesced one.",
+    "data_parallel_gradient": "Nothing to do: Inductor runs later work during the reductions of gradients.",
     "dtype": "Run the layer in a dtype that the reason allows.",
     "dynamic_shape": "Compile for fixed sizes: torch.compile(dynamic=False), and no size from data (.item()).",
     "few_tokens": "Nothing to do: with so few tokens, an all-reduce is faster than what could replace it.",

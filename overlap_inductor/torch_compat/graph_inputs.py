@@ -60,3 +60,34 @@ def is_parameter(node: fx.Node) -> bool | None:
     if any(n.name.startswith(("tangents", "primals")) for n in inputs):
         return False
     return inputs.index(node) in metadata.static_input_indices
+
+
+def is_parameter_gradient(output: fx.Node, index: int) -> bool | None:
+    """Whether the value at ``index`` of a graph's ``output`` is the gradient of a parameter (``is_parameter``).
+    ``None`` if this is unknown. In a joint graph, it is only known which values are no gradients.
+
+    AOTAutograd's description of a value says whether it is a gradient. A backward graph returns one value for each
+    input of the forward, in the same order, ``None`` for an input without a gradient."""
+    from torch._guards import TracingContext
+
+    descriptions = output.meta.get("desc") or []
+    if index < len(descriptions) and (descriptions[index] is None or not descriptions[index].is_grad()):
+        return False
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None or len(metadata.input_info) != len(descriptions):
+        return None
+    return index in metadata.static_input_indices
+
+
+def describes_results(output: fx.Node) -> bool:
+    """Whether AOTAutograd has described the results of the graph. It does not describe those of subgraphs."""
+    return bool(output.meta.get("desc"))
+
+
+def in_compiled_autograd() -> bool:
+    """Whether the graph being compiled is a backward that compiled autograd has traced. Its results are gradients, and
+    nothing describes them."""
+    from torch._dynamo import compiled_autograd
+
+    return bool(compiled_autograd.in_compiled_autograd_region)

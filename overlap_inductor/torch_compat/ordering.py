@@ -33,7 +33,7 @@ MEMBERS = {
 _PLACING = "place_ranks"
 """An op that writes a part of a result into its first argument, an empty tensor at first. The readers of the result
 read this tensor itself. So only their order in the graph puts them after the writes."""
-_SCHEDULING = "aten_distributed_optimizations.enable_overlap_scheduling"
+SCHEDULING = "aten_distributed_optimizations.enable_overlap_scheduling"
 _NOTED = "overlap_inductor_order"
 
 
@@ -50,18 +50,7 @@ def moving_pass() -> str | None:
         if getattr(config, name, "none") != "none":
             return name
     distributed: Any = getattr(config, "aten_distributed_optimizations", None)
-    return _SCHEDULING if getattr(distributed, "enable_overlap_scheduling", False) else None
-
-
-def prefetcher() -> str | None:
-    """The name of an Inductor setting that is on and moves gathers of weights ahead, or ``None``. Without such a
-    setting, a gather stands where its weight is used."""
-    from torch._inductor import config
-
-    if config.reorder_for_compute_comm_overlap:
-        return "reorder_for_compute_comm_overlap"
-    found = moving_pass()
-    return found if found in ("bucket_all_gathers_fx", _SCHEDULING) else None
+    return SCHEDULING if getattr(distributed, "enable_overlap_scheduling", False) else None
 
 
 def note_order(graph: fx.Graph) -> None:

@@ -23,6 +23,12 @@ from tests.support.spellings import world
 from tests.support.structures import GatheredWeight
 from tests.support.structures import GatherTokens
 
+PREFETCHED = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["reorder_communication_preserving_peak_memory"],
+}
+"""Settings with which Inductor starts gathers under earlier work."""
+
 # Readers of the gathered tensor
 
 
@@ -255,7 +261,7 @@ def test_weight_gather_is_overlapped_if_nothing_else_hides_it() -> None:
     assert facts(report) == [("all_gather_matmul", ["mm K"], "overlapped")] and codes(report) == []
 
 
-@inductor_config.patch(reorder_for_compute_comm_overlap=True)
+@inductor_config.patch(PREFETCHED)
 def test_weight_gather_is_left_to_prefetching() -> None:
     """If Inductor moves FSDP's gathers under earlier work, the pass leaves them to Inductor. A cast between weight and
     gather does not change this."""
@@ -265,7 +271,7 @@ def test_weight_gather_is_left_to_prefetching() -> None:
     assert facts(report) == [] and codes(report) == ["fsdp_weight_gather"]
 
 
-@inductor_config.patch(reorder_for_compute_comm_overlap=True)
+@inductor_config.patch(PREFETCHED)
 @pytest.mark.parametrize("trained", [False, True])
 def test_parameters_are_distinguished_from_activations(trained: bool) -> None:
     """The activation is an input of the graph and a right operand, as an FSDP weight is. The finder must not take the

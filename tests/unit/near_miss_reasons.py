@@ -237,8 +237,51 @@ def _() -> OverlapReport:
     made = HandGraph()
     x = made.input(4, 16)
     made.output(made.mm(x, made.gather(made.input(8, 8, name="shard"))))
-    with inductor_config.patch(reorder_for_compute_comm_overlap=True):
+    with inductor_config.patch({"aten_distributed_optimizations.enable_overlap_scheduling": True}):
         return made.run()
+
+
+def weight_gradient(made: HandGraph) -> fx.Node:
+    """The gradient of a layer's weight, in a backward graph."""
+    tangents, x = made.input(4, 8, name="tangents_1"), made.input(4, 16)
+    return made.mm(made.call(aten.permute.default, tangents, [1, 0]), x)
+
+
+@case("data_parallel_gradient", "near_miss", "scattered")
+def _() -> OverlapReport:
+    made = HandGraph()
+    made.output(made.scatter(weight_gradient(made)))
+    with inductor_config.patch(
+        reorder_for_compute_comm_overlap=True, reorder_for_compute_comm_overlap_passes=["sink_waits"]
+    ):
+        return made.run(is_inference=False)
+
+
+@case("data_parallel_gradient", "near_miss", "reduced, a norm's")
+def _() -> OverlapReport:
+    made = HandGraph()
+    made.output(made.reduce(made.call(aten.sum.dim_IntList, made.input(4, 8, name="tangents_1"), [0])))
+    with inductor_config.patch({"aten_distributed_optimizations.enable_overlap_scheduling": True}):
+        return made.run(is_inference=False)
+
+
+@case("no_matmul", "near_miss", "the gradient of a bias")
+def _() -> OverlapReport:
+    """The gradient is the sum of a matmul's rows. The matmul itself computes the gradient of an activation."""
+    made = HandGraph()
+    y = made.call(aten.relu.default, made.mm(made.input(4, 8, name="tangents_1"), weight(made, 8)))
+    report = made.output(made.reduce(made.call(aten.sum.dim_IntList, y, [0])), y).run(is_inference=False)
+    assert "sum_dim_int_list (aten.sum.dim_IntList) computes the gradient" in report.near_misses[0].reason.text
+    return report
+
+
+@case("coalesced", "near_miss", "gradients in one tensor")
+def _() -> OverlapReport:
+    made = HandGraph()
+    y = made.view(weight_gradient(made), 128)
+    total = made.reduce(made.call(aten.cat.default, [y, made.call(aten.neg.default, y)]))
+    parts = made.call(aten.split.Tensor, total, 128)
+    return made.output(*(made.view(made.call(getitem, parts, i), 8, 16) for i in range(2))).run(is_inference=False)
 
 
 @case("not_plain_gather", "near_miss")

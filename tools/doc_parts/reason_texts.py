@@ -49,7 +49,10 @@ GROUPS: dict[str, dict[str, str]] = {
         ),
     },
     "There is no matmul to overlap with": {
-        "no_matmul": "No matmul stands beside the collective, so nothing could hide it.",
+        "no_matmul": (
+            "No matmul stands beside the collective, so nothing could hide it. Or the collective gathers the weight of"
+            " a norm, or sums the gradient of a norm, a bias or an embedding: no matmul computes this gradient."
+        ),
         "no_token_wise_work": (
             "The sequence-parallel rewrite has nothing to divide among the ranks: no op behind the all-reduce can be"
             " computed on some of the tokens alone."
@@ -64,6 +67,10 @@ GROUPS: dict[str, dict[str, str]] = {
             " all-to-all brought them."
         ),
         "fsdp_weight_gather": "The collective gathers a weight (FSDP), and a setting of Inductor hides this gather.",
+        "data_parallel_gradient": (
+            "The collective sums the gradient of a weight over the ranks (FSDP, DDP), and a setting of Inductor hides"
+            " this sum: later work runs before the wait."
+        ),
     },
     "The matmul or the ops beside it cannot be cut": {
         "other_users": (
@@ -121,7 +128,10 @@ GROUPS: dict[str, dict[str, str]] = {
         ),
     },
     "The collective itself is not supported": {
-        "coalesced": "A coalesced collective moves several tensors at once.",
+        "coalesced": (
+            "A coalesced collective moves several tensors at once. Or the gradients of several parameters are joined"
+            " into one tensor, which one collective sums."
+        ),
         "out_variant": "The collective works in place or writes into the caller's buffer.",
         "pattern_not_available": "No pattern starts at this kind of collective, for example broadcast.",
         "taken_by_async_tp": "Inductor's own async TP replaced the site before this pass ran.",

@@ -33,6 +33,7 @@ from overlap_inductor.passes.sequence.same_values import symbols_of
 from overlap_inductor.passes.sequence.sums import reduces_tokens
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.collectives import find_collectives
+from overlap_inductor.sites.gradients import is_weight_gradient
 from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.sites.sizes import hint
 from overlap_inductor.torch_compat import operators
@@ -184,11 +185,13 @@ def _same_numbers(node: fx.Node, tokens: Tokens) -> None:
 
 def find_sources(graph: fx.Graph) -> dict[fx.Node, Source]:
     """The sources, by result. Each all-reduce has op ``sum`` and at least two dims. All-reduces of one group, shape and
-    dtype whose results are only added to each other are one source."""
+    dtype whose results are only added to each other are one source. The gradient of a parameter has no tokens, so its
+    all-reduce is no source."""
     found: dict[fx.Node, Source] = {}
     for _, kind, collective in find_collectives(graph):
         if kind == "all_reduce" and isinstance(collective, CollectiveNode) and collective.reduce_op == "sum":
-            if collective.world_size > 1 and len(tools.shape(collective.wait)) > 1:
+            matrix = collective.world_size > 1 and len(tools.shape(collective.wait)) > 1
+            if matrix and not is_weight_gradient(collective, "joint"):
                 found[collective.wait] = Source(collective.wait, [collective])
     for node in graph.nodes:
         if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
