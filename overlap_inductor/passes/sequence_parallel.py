@@ -347,14 +347,18 @@ def note_divided(graph: fx.Graph) -> None:
 
 
 def erase_unread(graph: fx.Graph) -> None:
-    """Erase each all-gather of a rewritten stretch that nothing in ``graph`` reads. The partitioner treats collectives
-    as side effects, so it copies the backward's gathers into the forward."""
-    for node, kind, _ in list(find_collectives(graph)):
-        ours = node.meta.get(META, {}).get("status") == "rewritten"
-        unread = all(operators.is_wait(user) and not user.users for user in node.users)
-        if ours and kind == "all_gather" and unread:
-            for user in list(node.users):
-                graph.erase_node(user)
+    """Erase each collective of a rewritten stretch whose result nothing in ``graph`` reads, and the nodes that only
+    such collectives need. The partitioner treats collectives as side effects, so it copies collectives of the backward
+    into the forward, and collectives of the forward into the backward."""
+    unread: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op != "call_function":
+            continue
+        source = node.args[0] if operators.is_wait(node) else node
+        ours = isinstance(source, fx.Node) and source.meta.get(META, {}).get("status") == "rewritten"
+        random = operators.has_tag(node, torch.Tag.nondeterministic_seeded)
+        if ours or (node in unread and not operators.is_mutable(node) and not random):
+            unread.update(node.all_input_nodes)
             graph.erase_node(node)
 
 

@@ -11,6 +11,7 @@ Only the rank's rows are saved if
 
 - the tensors are not on a CPU, and the gradients' matmuls are estimated to take at least ``MARGIN`` times as long as
   the transfer, or
+- the user wants to save memory (``torch._functorch.config.activation_memory_budget`` below 1), or
 - the forward does not need all rows.
 
 If the number of tokens is symbolic and W does not divide it, the gradients' matmuls do not hide the gather.
@@ -36,6 +37,7 @@ from overlap_inductor.sites.collectives import find_collectives
 from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.recompute import compute_again
+from overlap_inductor.torch_compat.recompute import memory_comes_first
 
 aten = tools.aten
 
@@ -44,34 +46,36 @@ MARGIN = 1.25
 
 
 def save_rows(
-    made: Mapping[fx.Node, tuple[int, fx.Node]], backward: set[fx.Node], config: OverlapConfig
+    graph: fx.Graph, made: Mapping[fx.Node, tuple[int, fx.Node]], backward: set[fx.Node], config: OverlapConfig
 ) -> list[fx.Node]:
     """Tag the gathers of the forward that the backward repeats. Returns those whose results the forward also reads.
 
     Args:
+        graph: the joint graph.
         made: the collectives that the rewrite has written, each with the number of its stretch and the node whose place
             it takes.
         backward: the nodes that exist only in the backward.
     """
     repeated = []
-    for collective, node in _gathers(made):
+    always = memory_comes_first(graph)
+    for collective, node in _gathers(graph, made):
         if made[collective][1] in backward:
             continue
         views, readers, cut = _behind(node.wait)
-        gradients = [r for r in readers if r in backward]
+        gradients = [r for r in readers if r in backward and r.op != "output"]
         overlapped = [r for r in gradients if r not in cut]
-        if not gradients or (len(gradients) < len(readers) and not hidden(node, overlapped, config)):
+        forward_reads = len(gradients) < len(readers)
+        if not gradients or (forward_reads and not always and not hidden(node, overlapped, config)):
             continue
         for part in (collective, node.wait, *views):
             compute_again(part)
-        if len(gradients) < len(readers):
+        if forward_reads:
             repeated.append(collective)
     return repeated
 
 
-def _gathers(made: Iterable[fx.Node]) -> list[tuple[fx.Node, CollectiveNode]]:
+def _gathers(graph: fx.Graph, made: Iterable[fx.Node]) -> list[tuple[fx.Node, CollectiveNode]]:
     """The all-gathers among the collectives ``made``."""
-    graph = next(iter(made)).graph
     written = set(made)
     found = find_collectives(graph)
     return [

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from overlap_inductor.sites import graph_tools as tools
+from overlap_inductor.torch_compat.recompute import region_metadata
 from overlap_inductor.torch_compat.size_functions import BINARY
 from overlap_inductor.torch_compat.step_values import evaluated
 
@@ -35,6 +36,7 @@ class SizeNodes:
             value = tools.value(node)
             if isinstance(value, torch.SymInt):
                 self._known.setdefault(value.node.expr, node)
+        self._meta = region_metadata(graph)
         self._tensors = [n for n in inputs if tools.is_tensor(n)]
 
     def argument(self, size: Any) -> Any:
@@ -80,7 +82,7 @@ class SizeNodes:
         assert self._last is not None
         with self.graph.inserting_after(self._last):
             node = self.graph.call_function(target, args)
-        node.meta["val"] = evaluated(node)
+        node.meta = {**self._meta, "val": evaluated(node)}
         self._last = node
         return node
 

@@ -29,6 +29,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.registry import define_ops
 from overlap_inductor.passes.find_reduce import is_matmul_result
 from overlap_inductor.passes.find_region import sums_experts
+from overlap_inductor.passes.sequence.early_cuts import cut_early
 from overlap_inductor.passes.sequence.find import Source
 from overlap_inductor.passes.sequence.find import Stretch
 from overlap_inductor.passes.sequence.gather_again import save_rows
@@ -83,6 +84,7 @@ class RowWriter:
         self._stretch = 0
         self._late: dict[tuple[Any, ...], list[tuple[int, fx.Node, fx.Node]]] = {}
         self._backward = of_the_backward(graph)
+        self._in_backward = False
         self._short: dict[fx.Node, Tokens] = {}
         self._pads: dict[fx.Node, Tokens] = {}
 
@@ -95,6 +97,7 @@ class RowWriter:
             members.update(dict.fromkeys(stretch.rows, (number, None)))
             sums.update(dict.fromkeys(stretch.sums, number))
         for node in list(self.graph.nodes):
+            self._in_backward = node in self._backward
             if node in sums:
                 self._stretch = sums[node]
                 self._sum(node)
@@ -122,7 +125,7 @@ class RowWriter:
         if short or pads:
             compute_padded(self.graph, short, pads, self)
             self._backward |= of_the_backward(self.graph)
-        self.gathered_again = save_rows(self.made, self._backward, self.config)
+        self.gathered_again = save_rows(self.graph, self.made, self._backward, self.config)
         self.graph.lint()
 
     def _readers(self, node: fx.Node, users: list[tuple[fx.Node, str]]) -> list[fx.Node]:
@@ -157,10 +160,14 @@ class RowWriter:
         # tokens, it is repeated B times before it is cut.
         key = node, tokens.group_name, str((ahead, dims))
         if key not in self._cuts:
-            flat = self.padded(self.full(node, tokens, ahead, dims), tokens)
-            rows = self.size(tokens.shard)
-            self._cuts[key] = self.call(overlap.take.default, flat, 0, 0, rows, 0, rows, tokens.group_name)
+            early = cut_early(node, tokens, ahead, self.held, self) if self._in_backward else None
+            self._cuts[key] = self._taken(node, tokens, ahead, dims) if early is None else early
         return self._cuts[key]
+
+    def _taken(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
+        flat = self.padded(self.full(node, tokens, ahead, dims), tokens)
+        rows = self.size(tokens.shard)
+        return self.call(overlap.take.default, flat, 0, 0, rows, 0, rows, tokens.group_name)
 
     def full(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
         """``node`` as ``[T, *features]``. Its first ``ahead`` dims are expanded to ``dims`` and joined."""
