@@ -15,7 +15,7 @@ from tests.support import with_and_without
 
 TOKENS = 12
 _SIZES: dict[str, Any] = {
-    "vocab_size": 72, "vocab_size_per_layer_input": 72,
+    "vocab_size": 72, "vocab_size_per_layer_input": 72, "unpadded_vocab_size": 72,
     "hidden_size": 72, "hidden_size_per_layer_input": 12, "num_hidden_layers": 2,
     "intermediate_size": 48, "intermediate_size_mlp": 48,
     "ffn_hidden_size": 48, "expert_ffn_hidden_size": 48, "moe_intermediate_size": 48,
@@ -28,7 +28,7 @@ _SIZES: dict[str, Any] = {
     "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 """Sizes of the models. A size is set only if the family's configuration has a field of that name."""
-_VOCABULARY = {"vocab_size": 101, "vocab_size_per_layer_input": 101}
+_VOCABULARY = {"vocab_size": 101, "vocab_size_per_layer_input": 101, "unpadded_vocab_size": 101}
 _FFN = {
     "intermediate_size": 53, "intermediate_size_mlp": 53,
     "ffn_hidden_size": 53, "expert_ffn_hidden_size": 23, "moe_intermediate_size": 23,
@@ -41,6 +41,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """The sizes that each variant has in place of those in ``_SIZES``. They are primes. ``_heads`` sets the numbers of
 heads."""
+_NO_ORIGINAL_FORMAT = {"sarvam_moe"}
+"""Families whose weights are not saved in the original format. It joins Q, K and V, and shards of it cannot be
+loaded."""
 
 
 def families() -> list[str]:
@@ -67,16 +70,41 @@ def _heads(variant: str, world_size: int) -> dict[str, int]:
     return {"num_attention_heads": heads, "num_key_value_heads": world_size if variant == "odd" else heads, **hidden}
 
 
-def _config(kind: Any, sizes: dict[str, Any]) -> Any:
-    """A configuration of class ``kind``, with the ``sizes`` for which ``kind`` has fields. If ``kind`` nests the
-    language model's configuration, the nested configuration gets the ``sizes`` for which it has fields of its own."""
+def _own(family: str, variant: str, world_size: int) -> dict[str, Any]:
+    """Arguments of the family's configuration, in addition to those of ``_SIZES`` and ``_heads``, or in their place."""
+    # This number must divide twice the hidden size. By default it is 128.
+    mamba = {"mamba_n_heads": _heads(variant, world_size)["num_attention_heads"]}
+    # Features of a head in the layers without a sliding window. By default 512.
+    gemma4 = {"global_head_dim": 16}
+    return {
+        "bamba": mamba,
+        # The model looks this up by the type of a layer. The configuration's default has no types.
+        "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+        # Layers of type "hash_moe" route by a table. A new table has one expert only, so the gate's gradient is zero.
+        "deepseek_v4": {"mlp_layer_types": ["moe", "moe"]},
+        "gemma4_text": gemma4,
+        "gemma4_unified_text": gemma4,
+        "granitemoehybrid": mamba,
+        # The types of layers have no default. By default, the first two layers have no experts.
+        "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+        # Layers with a sliding window have twice as many key-value heads, at most as many as heads.
+        "mimo_v2_flash": {"num_attention_heads": 4 * world_size, "num_key_value_heads": world_size},
+    }.get(family, {})
+
+
+def _config(kind: Any, sizes: dict[str, Any], own: dict[str, Any]) -> Any:
+    """A configuration of class ``kind``, with the ``sizes`` for which ``kind`` has fields, and all of ``own``. If
+    ``kind`` nests the language model's configuration, the nested configuration gets the ``sizes`` for which it has
+    fields of its own."""
 
     def known(config: Any) -> dict[str, Any]:
+        config.allow_global_per_layer_attribute_access = True  # else hasattr fails if a field differs between layers
         return {name: value for name, value in sizes.items() if hasattr(config, name)}
 
     usual = kind()
     text = usual.get_text_config()
-    return kind(**known(usual)) if text is usual else kind(**known(usual), text_config=known(text))
+    known_and_own = {**known(usual), **own}
+    return kind(**known_and_own) if text is usual else kind(**known_and_own, text_config=known(text))
 
 
 def _load(rank: int, world_size: int, family: str, folder: str, variant: str) -> Any:
@@ -89,7 +117,9 @@ def _load(rank: int, world_size: int, family: str, folder: str, variant: str) ->
         torch.manual_seed(0)
         kind = transformers.CONFIG_MAPPING[family]
         sizes = {**_SIZES, **_heads(variant, world_size), **VARIANTS[variant]}
-        transformers.AutoModelForCausalLM.from_config(_config(kind, sizes)).float().save_pretrained(path)
+        config = _config(kind, sizes, _own(family, variant, world_size))
+        model = transformers.AutoModelForCausalLM.from_config(config).float()
+        model.save_pretrained(path, save_original_format=family not in _NO_ORIGINAL_FORMAT)
     dist.barrier()
     return transformers.AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", dtype=torch.float32).eval()
 

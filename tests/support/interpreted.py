@@ -88,6 +88,8 @@ def _no_view(result: Any) -> Any:
     them as views made by one op, and forbids writes to them."""
     if not isinstance(result, torch.Tensor) or not result._is_view():
         return result
+    if result.is_conj() or result.is_neg():  # flags of the view, which its storage does not have
+        return result.resolve_conj().resolve_neg()
     with torch.no_grad():
         place = result.untyped_storage(), result.storage_offset(), result.shape, result.stride()
         return result.new_empty(0).set_(*place)

@@ -21,3 +21,13 @@ def test_results_are_no_views_for_autograd() -> None:
     assert not first._is_view() and not second._is_view() and same is x
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert first.tolist() == [0, 2] and second.tolist() == [4, 6]
+
+
+def test_a_conjugate_result_stays_conjugate() -> None:
+    """A backward graph may read the conjugate of a complex tensor. PyTorch keeps it as a view with a bit set."""
+
+    def conjugate(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.ops.aten._conj.default(torch.ops.aten.mul.Tensor(x, 2)),)
+
+    (found,) = _call_of(fx.symbolic_trace(conjugate))([torch.tensor([1 + 2j])])
+    assert not found._is_view() and found.tolist() == [2 - 4j]
