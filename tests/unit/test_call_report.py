@@ -6,6 +6,7 @@ reports the call's number. Outside of graphs, the rank reports how many of the g
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import subprocess
 import sys
@@ -58,6 +59,31 @@ def test_a_place_is_reported_once_and_only_while_the_rank_waits(monkeypatch: pyt
         waits[0] = True
         _looks(state, 2)
         assert call_report.place_of(state, 0) == 2 + 3 + 1
+
+
+def test_the_locals_of_a_thread_need_no_collection_after_a_look() -> None:
+    """A look takes the frames of all threads. It must leave no cycle that holds them."""
+    made, looked = threading.Event(), threading.Event()
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def work() -> None:
+        x = torch.ones(1)
+        alive.append(weakref.ref(x))
+        made.set()
+        looked.wait(30)
+
+    thread = threading.Thread(target=work)
+    gc.collect()
+    gc.disable()
+    try:
+        thread.start()
+        assert made.wait(30) and thread.ident is not None
+        assert not in_collective(thread.ident)
+        looked.set()
+        thread.join()
+        assert alive[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_look_at_a_thread_keeps_none_of_its_tensors() -> None:
