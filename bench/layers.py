@@ -112,7 +112,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long each program may be timed")
-    parser.add_argument("--timeout", type=float, default=1800.0)
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that each program may take")
     parser.add_argument("--trace", default="", help="folder for traces of where a step's time goes (bench.layer_trace)")
     parser.add_argument("--trace-steps", type=int, default=3, help="number of steps of a variant to profile")
     parser.add_argument("--out", type=Path, help="the file to which rows are added")
@@ -229,7 +229,7 @@ def on_slow_link(options: argparse.Namespace) -> None:
                     folder,
                     environment=environment,
                     hosts=hosts,
-                    timeout=options.timeout,
+                    timeout=options.timeout * len(settings.cases),
                     on_line=keep,
                     on_wait=lambda: None,
                 )

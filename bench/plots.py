@@ -68,8 +68,9 @@ def _ratio(row: dict[str, Any]) -> float:
 
 
 def layers(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the speed-up of each variant over plain ``torch.compile``, in groups of bars. A line shows the speed-ups at
-    the 80th and 20th percentile of the time. A mark shows the speed-up without collectives.
+    """Draw the speed-up of each variant over plain ``torch.compile``, in groups of bars. Each number of ranks has axes
+    of its own. A line shows the speed-ups at the 80th and 20th percentile of the time. A mark shows the speed-up
+    without collectives.
 
     The drawn rows are stored as in ``slow_link``.
     """
@@ -79,8 +80,26 @@ def layers(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     programs = groups(rows, "ranks", "link", "layers", "phase", "tokens")
+    numbers = sorted({ranks for ranks, *_ in programs})
+    most = max(sum(ranks == number for ranks, *_ in programs) for number in numbers)
     names = [n for n in dict.fromkeys(row["variant"] for row in rows) if n not in (PLAIN, LOCAL)]
-    drawn, axis = pyplot.subplots(figsize=(max(6.0, 2.6 * len(programs)), 4))
+    size = (max(6.0, 2.0 * most), 3.4 * len(numbers) + 0.6)
+    drawn, every = pyplot.subplots(len(numbers), squeeze=False, figsize=size)
+    for number, (axis,) in zip(numbers, every, strict=True):
+        _layers_of({p: same for p, same in programs.items() if p[0] == number}, names, axis)
+    handles: list[Any] = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{index}") for index in range(len(names))]
+    labels = list(names)
+    if any(row["variant"] == LOCAL for row in rows):
+        handles.append(pyplot.Line2D([], [], color="black", marker="_", markersize=14, markeredgewidth=2, linestyle=""))
+        labels.append(LOCAL)
+    drawn.legend(handles, labels, loc="lower center", ncols=min(len(labels), 3), fontsize=8)
+    drawn.tight_layout(rect=(0, 0.5 / size[1], 1, 1))
+    drawn.savefig(path, dpi=120, metadata={"Description": json.dumps(rows), "Software": None})
+    pyplot.close(drawn)
+
+
+def _layers_of(programs: dict[tuple[Any, ...], list[dict[str, Any]]], names: list[str], axis: Any) -> None:
+    """Draw the programs of one number of ranks. ``names``: the variants, each with a color."""
     width = 0.8 / max(len(names), 1)
     for place, same in enumerate(programs.values()):
         of = {row["variant"]: row for row in same}
@@ -93,19 +112,10 @@ def layers(rows: list[dict[str, Any]], path: Path) -> None:
             axis.plot([x, x], [plain / row["p80_ms"], plain / row["p20_ms"]], color="black", linewidth=1)
             axis.annotate(f"{row['speedup']:.2f}", (x, 0.03), ha="center", fontsize=8, color="white")
         if LOCAL in of:
-            axis.plot([place], [of[LOCAL]["speedup"]], "_", color="black", markersize=60, markeredgewidth=2)
+            axis.plot([place], [of[LOCAL]["speedup"]], "_", color="black", markersize=50, markeredgewidth=2)
     axis.axhline(1.0, color="grey", linewidth=0.8, zorder=0)
     axis.set_xticks(range(len(programs)), [f"{p}\n{r} ranks, {n} layers\n{link}" for r, link, n, p, _ in programs])
     axis.set_ylabel("speed-up over torch.compile")
-    handles: list[Any] = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{index}") for index in range(len(names))]
-    labels = list(names)
-    if any(row["variant"] == LOCAL for row in rows):
-        handles.append(pyplot.Line2D([], [], color="black", marker="_", markersize=14, markeredgewidth=2, linestyle=""))
-        labels.append(LOCAL)
-    drawn.legend(handles, labels, loc="lower center", ncols=min(len(labels), 3), fontsize=8)
-    drawn.tight_layout(rect=(0, 0.14, 1, 1))
-    drawn.savefig(path, dpi=120, metadata={"Description": json.dumps(rows), "Software": None})
-    pyplot.close(drawn)
 
 
 FIGURES = {"speedup": "speed-up over keep", "ratio": "time / max(matmul, collective)"}

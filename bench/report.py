@@ -25,7 +25,7 @@ _ASSETS = rows.RESULTS.parent.parent / "docs" / "assets"
 PICTURES: dict[Path, tuple[Callable[[], list[summaries.Row]], Callable[[list[summaries.Row], Path], None]]] = {
     _ASSETS / "h200.png": (summaries.headline_rows, plots.headline),
     _ASSETS / "slow_link.png": (summaries.slow_link_rows, plots.slow_link),
-    _ASSETS / "layers.png": (summaries.layers_rows, plots.layers),
+    _ASSETS / "layers.png": (summaries.drawn_layers_rows, plots.layers),
     _ASSETS / "layer_trace.png": (summaries.trace_rows, trace_plot.draw),
     _ASSETS / "layer_trace_gpu.png": (summaries.gpu_trace_rows, trace_plot.draw_layer),
 }

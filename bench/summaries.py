@@ -310,6 +310,11 @@ def layers_rows(name: str = "layers_slow_link") -> list[Row]:
     return [row for same in groups(_read(name), *program).values() for row in same if row["date"] == same[-1]["date"]]
 
 
+def drawn_layers_rows() -> list[Row]:
+    """The rows of ``layers_rows`` that are drawn: models of 4 layers on the machine of two cores."""
+    return [row for row in layers_rows() if row["layers"] == 4 and row["cores"] == 2]
+
+
 FAMILY_RANKS = (2, 3, 4)
 
 

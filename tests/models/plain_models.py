@@ -14,6 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import parallelize_module
 
 from bench.support.experts import SMALL
 from bench.support.experts import DispatchedExperts
@@ -47,6 +51,50 @@ def language_model(family: str, weights: str) -> Results:
     model = hugging_face.load(family, weights, "cpu", experts=dist.get_world_size()).eval()
     with torch.no_grad():
         return {"logits": torch.compile(model)(hugging_face.ids("cpu"), use_cache=False).logits}
+
+
+def llama(weights: str) -> Results:
+    """A training step of a model of ``transformers``, loaded by its tensor-parallel plan."""
+    from transformers import AutoModelForCausalLM
+    from transformers import LlamaConfig
+    from transformers import LlamaForCausalLM
+
+    if dist.get_rank() == 0:
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(weights)
+    dist.barrier()
+    model = AutoModelForCausalLM.from_pretrained(weights, tp_plan="auto")
+    ids = torch.arange(24)[None]
+    loss = torch.compile(model)(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return {"loss": loss, **gradients(model)}
+
+
+class Block(torch.nn.Module):
+    def __init__(self, hidden: int = 16, inner: int = 32) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(hidden)
+        self.up, self.down = torch.nn.Linear(hidden, inner), torch.nn.Linear(inner, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.silu(self.up(self.norm(x))))
+
+
+def blocks(weights: str) -> Results:
+    """A training step of blocks of ``DTensor`` with the default layouts."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    model = torch.nn.Sequential(Block(), Block())
+    plan = {f"{i}.{n}": s() for i in (0, 1) for n, s in (("up", ColwiseParallel), ("down", RowwiseParallel))}
+    model = parallelize_module(model, mesh, plan)
+    x = torch.randn(2, 12, 16).requires_grad_()
+    out = torch.compile(model)(x)
+    out.sin().sum().backward()
+    found = gradients(model)
+    return {
+        "output": out,
+        "gradient of the input": x.grad,
+        **{name: g.to_local() if isinstance(g, DTensor) else g for name, g in found.items()},
+    }
 
 
 def torchtitan(weights: str) -> Results:
@@ -85,6 +133,8 @@ MODELS: dict[str, Callable[[str], Results]] = {
     "mixtral": partial(language_model, "mixtral"),
     "qwen2_moe": partial(language_model, "qwen2_moe, one layer"),
     "qwen3_moe": partial(language_model, "qwen3_moe, one layer"),
+    "llama": llama,
+    "blocks": blocks,
     "torchtitan": torchtitan,
     "ulysses": ulysses,
     "dlrm": dlrm,
