@@ -54,7 +54,7 @@ SITES: dict[str, Sites] = {
         ("inference", "all_to_all_matmul", "1 addmm"): 1,
     },
     "mixtral": _rewritten(layers=2),
-    # The all-reduces stay: behind the experts, the shared expert's result may differ between the ranks.
+    # On 2 ranks, the estimate is against the rewrite of the attention. The experts keep their all-reduce.
     "qwen2_moe": {
         ("inference", "matmul_all_reduce", "1 mm"): 1,
         ("inference", "matmul_all_reduce", "2 grouped_mm"): 1,
@@ -63,6 +63,17 @@ SITES: dict[str, Sites] = {
     "qwen3_moe": _rewritten(layers=1),
 }
 """``{model: {(phase, pattern, matmuls or lookups of a site): number of overlapped sites}}``."""
+SITES_ON_4_RANKS: dict[str, Sites] = {
+    # On more ranks, the estimate is for the rewrite. The router and the shared expert then share a gather.
+    "qwen2_moe": {
+        ("inference", "all_gather_matmul", "3 addmm"): 1,
+        ("inference", "matmul_reduce_scatter", "1 mm"): 1,
+        ("inference", "all_gather_matmul", "4 mm"): 1,
+        ("inference", "matmul_all_reduce", "2 grouped_mm"): 1,
+        ("inference", "all_gather_matmul", "1 mm"): 1,
+    },
+}
+"""The sites of models that have others on 4 ranks than on 2."""
 
 
 TRAINED = ("llama", "blocks")
@@ -130,15 +141,16 @@ def test_an_unchanged_script(model: str, ranks: int, tmp_path: Path) -> None:
     plain = run(model, ranks, tmp_path, "plain", {})
     assert not dump.exists()
     overlapped = run(model, ranks, tmp_path, "overlapped", switches)
+    expected = SITES_ON_4_RANKS.get(model, SITES[model]) if ranks == 4 else SITES[model]
     problems = []
     for rank, ((wanted, without), (found, about)) in enumerate(zip(plain, overlapped, strict=True)):
         # Otherwise, the script itself may use this project.
         assert {m for m in without["modules"] if m.split(".")[0] == "overlap_inductor"} <= AUTOLOADED
-        if (sites := overlapped_sites(dump / f"rank_{rank}")) != SITES[model]:
+        if (sites := overlapped_sites(dump / f"rank_{rank}")) != expected:
             problems.append(f"rank {rank}: sites {sites}")
         counts = about["counts"]
         mine = counts["overlap_inductor"]
-        if mine["sites_overlapped"] != sum(SITES[model].values()) or "reason.ranks_differ" in mine:
+        if mine["sites_overlapped"] != sum(expected.values()) or "reason.ranks_differ" in mine:
             problems.append(f"rank {rank}: {mine}")
         if counts["graph_break"] or without["counts"]["graph_break"]:
             problems.append(f"rank {rank}: graph breaks {counts['graph_break']}")
