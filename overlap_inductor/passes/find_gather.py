@@ -27,6 +27,7 @@ from overlap_inductor.sites import matmuls
 from overlap_inductor.sites.gather_epilogue import find_epilogue
 from overlap_inductor.sites.gather_nodes import GatherNodes
 from overlap_inductor.sites.layouts import Layout
+from overlap_inductor.sites.layouts import same_size
 from overlap_inductor.sites.nodes import CollectiveNode
 from overlap_inductor.torch_compat import operators
 from overlap_inductor.torch_compat.graph_inputs import is_parameter
@@ -49,9 +50,9 @@ def find_gather(collective: CollectiveNode) -> tuple[GatherNodes | None, list[Re
 
 
 def is_weight_gather(collective: CollectiveNode, nodes: GatherNodes | None, phase: str) -> bool:
-    """Whether this is FSDP's gather of a parameter (``is_parameter``), possibly cast, viewed or padded. If parameters
-    are unknown, every input but a tangent counts as a parameter. Then the gather must also be the right-hand operand of
-    each consumer in ``nodes``."""
+    """Whether this is FSDP's gather of a parameter (``is_parameter``), possibly cast, viewed or padded. It must be the
+    right-hand operand of each consumer in ``nodes``. If parameters are unknown, every input but a tangent counts as a
+    parameter, but not without ``nodes``."""
     source = collective.input
     while (
         source.op == "call_function"
@@ -67,7 +68,7 @@ def is_weight_gather(collective: CollectiveNode, nodes: GatherNodes | None, phas
     if source.op not in ("placeholder", "get_attr") or source.name.startswith("tangents"):
         return False
     known = is_parameter(source) if source.op == "placeholder" else None
-    if known is not None or nodes is None:
+    if known is False or nodes is None:
         return bool(known)
     if phase == "backward":
         # The matmul of a weight's gradient may have a gathered activation on the right, and a transposed gradient on
@@ -90,14 +91,16 @@ class AllGatherMatmul:
         if not tools.shape(collective.input):
             return Miss([Reason("no_matmul", beside.NO_MATMUL)], final=True)
         nodes, obstacles = find_gather(collective)
-        if (hides := gather_hider()) is not None and is_weight_gather(collective, nodes, search.phase):
+        broadcast = _only_broadcast(collective.wait)
+        is_weight = is_weight_gather(collective, None if broadcast else nodes, search.phase)
+        if is_weight and (hides := gather_hider()) is not None:
             text = (
                 f"{collective.input.name} is a weight that is gathered before its use (FSDP);"
                 f" torch._inductor.config.{hides} is on and moves the gather under earlier work"
             )
             anchor = nodes.consumers[0].matmul.node if nodes is not None else None
             return Miss([Reason("fsdp_weight_gather", text)], final=True, anchor=anchor)
-        if _only_broadcast(collective.wait) and is_weight_gather(collective, None, search.phase):
+        if is_weight and broadcast:
             text = (
                 f"{collective.input.name} is a weight that is broadcast to all tokens, as that of a norm or a bias is;"
                 " no matmul multiplies it, so none hides its gather"
@@ -112,22 +115,25 @@ class AllGatherMatmul:
 def _only_broadcast(weight: fx.Node) -> bool:
     """Whether ``weight`` is only read, possibly cast, viewed or computed element by element, where it is broadcast to a
     larger tensor, or as the bias of a matmul."""
-    pending, broadcast = [weight], False
+    pending, broadcast = [(weight, False)], False
     while pending:
-        node = pending.pop()
+        node, expanded = pending.pop()
         for user in node.users:
             matmul = matmuls.parse(user)
-            if user.target is aten.expand.default or (matmul is not None and matmul.bias is node):
+            if matmul is not None and matmul.bias is node:
                 broadcast = True
+            elif user.target is aten.expand.default:
+                same = same_size(tools.numel(tools.shape(user)), tools.numel(tools.shape(node)))
+                pending.append((user, expanded or not same))
             elif user.target is aten.slice.Tensor or tools.is_reshape(user) or tools.permutation(user) is not None:
-                pending.append(user)
+                pending.append((user, expanded))
             elif not tools.is_pointwise(user):
                 if user.op != "output":
                     return False
-            elif len(tools.shape(user)) > len(tools.shape(node)):
+            elif len(tools.shape(user)) > len(tools.shape(node)) or (expanded and len(user.all_input_nodes) > 1):
                 broadcast = True
             else:
-                pending.append(user)
+                pending.append((user, expanded))
     return broadcast
 
 

@@ -12,6 +12,8 @@ The reduction of a gradient is no site if a setting of Inductor already hides it
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from overlap_inductor.facts.decision import Reason
@@ -53,7 +55,9 @@ class MatmulAllReduce:
     example = examples.MATMUL_ALL_REDUCE
 
     def find(self, collective: CollectiveNode, search: Search) -> Match | Miss:
-        hidden = gradients.hidden(collective) is not None and gradients.is_weight_gradient(collective, search.phase)
+        hidden = gradients.kept_because(collective) is not None and gradients.is_weight_gradient(
+            collective, search.phase
+        )
         sums = None if hidden else _added_later(collective, search)
         merged, result = sums or ([collective], collective.wait)
         return _found(merged, result, search, scatters=False)
@@ -81,7 +85,7 @@ def _found(collectives: list[CollectiveNode], result: fx.Node, search: Search, s
     if nodes is None:
         nodes, obstacle = reduce_region.find(collectives, result, search.owned(), obstacle)
     if (kept := _kept_gradient(collectives[0], nodes, obstacle, search.phase)) is not None:
-        return kept
+        return replace(kept, left=left)
     if nodes is None:
         return Miss([] if obstacle is None else [obstacle], left=left)
     dim, role = (nodes.sharded.dim, nodes.role) if scatters else (None, None)
@@ -96,7 +100,7 @@ def _kept_gradient(
     if not gradients.is_weight_gradient(collective, phase):
         return None
     other = gradients.other_maker(collective) if nodes is None or obstacle is not None else None
-    reason = gradients.hidden(collective) or (other[1] if other is not None else None)
+    reason = gradients.kept_because(collective) or (other[1] if other is not None else None)
     if reason is None:
         return None
     anchor = nodes.matmuls[0].node if nodes is not None else other[0] if other is not None else None

@@ -27,8 +27,9 @@ aten = tools.aten
 def is_weight_gradient(collective: CollectiveNode, phase: str) -> bool:
     """Whether ``collective`` reduces the gradient of a parameter, or of several.
 
-    If parameters are unknown, each result of a backward counts as the gradient of one. In a joint graph, a gradient
-    counts unless a matmul computes its rows from the same rows of its left operand, as it does for activations.
+    If parameters are unknown, each result of a backward counts as the gradient of one. A gradient does not count if a
+    matmul computes its rows from the same rows of its left operand, as it does for activations. In a joint graph, a
+    matmul with a transposed left operand must compute the gradient.
 
     ``phase``: inference, forward, backward, or ``joint`` for a graph of forward and backward."""
     returned = _returned(collective.wait)
@@ -36,8 +37,10 @@ def is_weight_gradient(collective: CollectiveNode, phase: str) -> bool:
         return returned is not None
     output = collective.node.graph.output_node()
     answers = [is_parameter_gradient(output, i) for i, value in enumerate(output.args[0]) if value in returned]
-    unknown = phase == "backward" or (phase == "joint" and describes_results(output) and not _by_rows(collective))
-    return bool(answers) and all(unknown if answer is None else answer for answer in answers)
+    if not answers or _by_rows(collective):
+        return False
+    unknown = phase == "backward" or (phase == "joint" and describes_results(output) and _sums_tokens(collective))
+    return all(unknown if answer is None else answer for answer in answers)
 
 
 def _by_rows(collective: CollectiveNode) -> bool:
@@ -45,6 +48,16 @@ def _by_rows(collective: CollectiveNode) -> bool:
     weight's gradient, the left operand is transposed, because the matmul contracts the tokens."""
     found = filter(None, map(matmuls.parse, _makers(collective.input)))
     return any(tools.permutation(matmul.lhs) is None for matmul in found)
+
+
+def _sums_tokens(collective: CollectiveNode) -> bool:
+    """Whether the matmul of a weight's gradient computes the collective's input. A transposed input of the graph may be
+    a weight, so its matmul does not count."""
+    for maker in _makers(collective.input):
+        matmul = matmuls.parse(maker)
+        if matmul is not None and tools.permutation(matmul.lhs) is not None:
+            return all(source.op != "placeholder" for source in matmul.lhs.all_input_nodes)
+    return False
 
 
 def _returned(start: fx.Node) -> set[fx.Node] | None:
@@ -78,7 +91,7 @@ def _moves(node: fx.Node) -> bool:
     return views or tools.is_pointwise(node) or node.target in (aten.reshape, aten.flatten.using_ints)
 
 
-def hidden(collective: CollectiveNode) -> Reason | None:
+def kept_because(collective: CollectiveNode) -> Reason | None:
     """Why the reduction of a gradient stays as written, if a setting of Inductor hides it; else ``None``."""
     hides = reduction_hider(collective.kind)
     if hides is None:

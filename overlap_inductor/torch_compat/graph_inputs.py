@@ -8,6 +8,7 @@ values (``runtime.same_inputs``). A rank can compare only tensors that a call pa
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from torch import fx
@@ -71,13 +72,20 @@ def is_parameter_gradient(output: fx.Node, index: int) -> bool | None:
     from torch._guards import TracingContext
 
     descriptions = output.meta.get("desc") or []
-    if index < len(descriptions) and (descriptions[index] is None or not descriptions[index].is_grad()):
+    if index < len(descriptions) and not _is_gradient(descriptions[index]):
         return False
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     if metadata is None or len(metadata.input_info) != len(descriptions):
         return None
     return index in metadata.static_input_indices
+
+
+def _is_gradient(description: Any) -> bool:
+    """Whether AOTAutograd describes a value as a gradient. Versions of torch without ``is_grad`` cannot tell, so any
+    described value may be one."""
+    is_grad = getattr(description, "is_grad", None)
+    return description is not None and (is_grad is None or bool(is_grad()))
 
 
 def describes_results(output: fx.Node) -> bool:

@@ -35,7 +35,7 @@ def memory_budget(graph: fx.Graph) -> float:
 
     regions = [b for node in graph.nodes if (b := _of_a_region(node)) is not None]
     others = [b for node in graph.nodes if isinstance(b := node.meta.get(_LEGACY), float)]
-    return next(iter([*regions, *others, config.activation_memory_budget]))
+    return [*regions, *others, config.activation_memory_budget][0]
 
 
 def _of_a_region(node: fx.Node) -> float | None:

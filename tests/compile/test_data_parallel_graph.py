@@ -29,6 +29,7 @@ from tests.compile.readings import misses
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import reports_of
 from tests.support.interpreted import interpreted
+from tests.support.sequence_blocks import ReduceBackward
 from tests.support.simple_fsdp import Block
 from tests.support.simple_fsdp import Model
 from tests.support.simple_fsdp import data_parallel
@@ -238,14 +239,17 @@ def test_sharded_parameters_that_inductor_hides(again: bool) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", ["off", "on"])
 def test_replicated_parameters(sequence_parallel: str) -> None:
-    """The reduction of a gradient has no tokens, so it is no stretch of the sequence-parallel rewrite."""
+    """The reduction of a gradient has no tokens, so it is no stretch of the sequence-parallel rewrite. The gradient of
+    an embedding is written like that of an activation's rows (``index_put``). So its stretch is listed, and refused."""
     with fake_group(2):
         model = data_parallel(Model(), init_device_mesh("cpu", (2,)), placements=[Replicate()])
         ids = torch.randint(0, 32, (2, 6))
         forward, backward = reports_of(lambda ids: model(ids).square().sum(), ids, sequence_parallel=sequence_parallel)
     assert facts(forward) == [] and forward.near_misses == []
     assert [site[::2] for site in facts(backward)] == [("matmul_all_reduce", "overlapped")] * 5
-    assert codes(backward) == REDUCTIONS and backward.stretches == forward.stretches == []
+    assert codes(backward) == REDUCTIONS
+    listed = [(s.status, s.reasons[0].code) for s in backward.stretches]
+    assert forward.stretches == [] and listed == [("refused", "no_token_wise_work")] * (sequence_parallel == "on")
 
 
 def test_sharded_and_replicated_parameters() -> None:
@@ -288,3 +292,48 @@ def test_collectives_outside_of_the_graphs_are_not_reported() -> None:
         model(torch.randint(0, 32, (2, 6))).square().sum().backward()
     assert {report.phase for report in reports} == {"forward", "backward"}
     assert not any(report.sites or report.near_misses or report.stretches for report in reports)
+
+
+def _expanded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(x, all_gather(w, 0, world()).unsqueeze(0).expand(x.shape[0], -1, -1))
+
+
+def _viewed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(x, all_gather(w, 0, world()).view(2, 8, 16).expand(2, -1, -1))
+
+
+@pytest.mark.parametrize(("fn", "shape"), [(_expanded, (1, 12, 16)), (_viewed, (2, 12, 8))])
+def test_a_weight_that_is_expanded_before_its_matmul_is_overlapped(fn: Callable[..., Any], shape: Any) -> None:
+    """An ``expand`` to the same size is a view, and a matmul may read an expanded weight."""
+    with fake_group(2), torch.no_grad():
+        (report,) = reports_of(fn, torch.randn(shape), nn.Parameter(torch.randn(8, 16)))
+    assert [s.decision.status for s in report.sites] == ["overlapped"] and report.near_misses == []
+
+
+@inductor_config.patch(SCHEDULING)
+def test_an_activation_with_a_static_address_is_not_a_weight() -> None:
+    x = torch.randn(6, 16)
+    torch._dynamo.mark_static_address(x)
+    with fake_group(2), torch.no_grad():
+        (report,) = reports_of(lambda x, w: F.linear(all_gather(x, 0, world()), w), x, nn.Parameter(torch.randn(8, 16)))
+    assert [s.facts.pattern for s in report.sites] == ["all_gather_matmul"] and report.near_misses == []
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w: ReduceBackward.apply(F.gelu(x)).roll(1, 0) @ w,
+        lambda x, w: w.t() @ ReduceBackward.apply(F.gelu(x)).t(),
+    ],
+    ids=["roll", "transposed"],
+)
+def test_the_gradient_of_an_activation_stays_a_source_of_the_rewrite(fn: Callable[..., Any]) -> None:
+    """Not a matmul, or a matmul with a transposed weight on the left, computes the gradient."""
+    with fake_group(2):
+        reports = reports_of(
+            fn,
+            torch.randn(8, 16, requires_grad=True),
+            torch.randn(16, 16, requires_grad=True),
+            sequence_parallel="on",
+        )
+    assert [s.status for r in reports for s in r.stretches][-1] == "rewritten"

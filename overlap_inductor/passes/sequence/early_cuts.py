@@ -10,6 +10,7 @@ partitioner saves each result of ``take``, because it does not know how costly `
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from overlap_inductor.passes.sequence.rows import Rows
@@ -25,11 +26,16 @@ from overlap_inductor.torch_compat import operators
 
 MOST_BYTES = 1.25
 """The inputs' rows may have this many times as many bytes as the result's rows."""
+DEEPEST = 8
+"""The most elementwise ops in a row that are computed from cut inputs."""
 
 
 def cut_early(node: fx.Node, tokens: Tokens, ahead: int, held: Held, writer: Writer) -> fx.Node | None:
     """The rank's rows of ``node``, computed from the rows of its inputs. The first ``ahead`` dims of ``node`` are token
-    dims. ``None`` if ``node`` is not elementwise, or if its inputs are held as rows or have too many bytes."""
+    dims. ``None`` if ``node`` is not elementwise, or if its inputs are held as rows or have too many bytes.
+
+    Rows beyond the last token are zero. An op on integers may raise an error for them, so it is not computed early if
+    there may be such rows."""
     if node.op != "call_function" or not tools.is_pointwise(node) or operators.is_mutable(node):
         return None
     if rule_of(node) is None or not tools.is_tensor(node):
@@ -45,6 +51,9 @@ def cut_early(node: fx.Node, tokens: Tokens, ahead: int, held: Held, writer: Wri
         if lead <= 0 or all(map(is_one, own[:lead])):
             continue
         if not all(map(same_size, own[:lead], shape[ahead - lead : ahead])):
+            return None
+        dtype = tools.dtype(source)
+        if not tokens.even and not dtype.is_floating_point and dtype != torch.bool:
             return None
         cut.append(_bytes(source, lead))
     if not cut or not sum(cut) <= MOST_BYTES * _bytes(node, ahead):

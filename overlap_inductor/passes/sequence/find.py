@@ -185,8 +185,8 @@ def _same_numbers(node: fx.Node, tokens: Tokens) -> None:
 
 def find_sources(graph: fx.Graph) -> dict[fx.Node, Source]:
     """The sources, by result. Each all-reduce has op ``sum`` and at least two dims. All-reduces of one group, shape and
-    dtype whose results are only added to each other are one source. The gradient of a parameter has no tokens, so its
-    all-reduce is no source."""
+    dtype whose results are only added to each other are one source. The gradient of a parameter has no tokens. So its
+    all-reduce is no source if it is recognised (``is_weight_gradient``)."""
     found: dict[fx.Node, Source] = {}
     for _, kind, collective in find_collectives(graph):
         if kind == "all_reduce" and isinstance(collective, CollectiveNode) and collective.reduce_op == "sum":

@@ -11,7 +11,7 @@ Only the rank's rows are saved if
 
 - the tensors are not on a CPU, and the gradients' matmuls are estimated to take at least ``MARGIN`` times as long as
   the transfer, or
-- the user wants to save memory (``torch._functorch.config.activation_memory_budget`` below 1), or
+- the user wants to save memory (``torch_compat.recompute.memory_comes_first``), or
 - the forward does not need all rows.
 
 If the number of tokens is symbolic and W does not divide it, the gradients' matmuls do not hide the gather.

@@ -9,6 +9,7 @@ symbol. So nodes compute each size from an input of the graph::
 
 from __future__ import annotations
 
+import copy
 import operator
 from typing import Any
 
@@ -82,7 +83,7 @@ class SizeNodes:
         assert self._last is not None
         with self.graph.inserting_after(self._last):
             node = self.graph.call_function(target, args)
-        node.meta = {**self._meta, "val": evaluated(node)}
+        node.meta = {**copy.deepcopy(self._meta), "val": evaluated(node)}
         self._last = node
         return node
 

@@ -29,6 +29,7 @@ from overlap_inductor.config import OverlapConfig
 from overlap_inductor.lowerings.registry import define_ops
 from overlap_inductor.passes.find_reduce import is_matmul_result
 from overlap_inductor.passes.find_region import sums_experts
+from overlap_inductor.passes.sequence.early_cuts import DEEPEST
 from overlap_inductor.passes.sequence.early_cuts import cut_early
 from overlap_inductor.passes.sequence.find import Source
 from overlap_inductor.passes.sequence.find import Stretch
@@ -84,7 +85,7 @@ class RowWriter:
         self._stretch = 0
         self._late: dict[tuple[Any, ...], list[tuple[int, fx.Node, fx.Node]]] = {}
         self._backward = of_the_backward(graph)
-        self._in_backward = False
+        self._in_backward, self._early = False, 0
         self._short: dict[fx.Node, Tokens] = {}
         self._pads: dict[fx.Node, Tokens] = {}
 
@@ -160,9 +161,18 @@ class RowWriter:
         # tokens, it is repeated B times before it is cut.
         key = node, tokens.group_name, str((ahead, dims))
         if key not in self._cuts:
-            early = cut_early(node, tokens, ahead, self.held, self) if self._in_backward else None
+            early = self._cut_early(node, tokens, ahead)
             self._cuts[key] = self._taken(node, tokens, ahead, dims) if early is None else early
         return self._cuts[key]
+
+    def _cut_early(self, node: fx.Node, tokens: Tokens, ahead: int) -> fx.Node | None:
+        if not self._in_backward or self._early == DEEPEST:
+            return None
+        self._early += 1
+        try:
+            return cut_early(node, tokens, ahead, self.held, self)
+        finally:
+            self._early -= 1
 
     def _taken(self, node: fx.Node, tokens: Tokens, ahead: int, dims: list[Any]) -> fx.Node:
         flat = self.padded(self.full(node, tokens, ahead, dims), tokens)
