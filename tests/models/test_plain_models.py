@@ -39,8 +39,23 @@ def _rewritten(layers: int) -> Sites:
 
 
 SITES: dict[str, Sites] = {
-    "llama": {},
-    "blocks": {},
+    "llama": {
+        ("forward", "all_gather_matmul", "3 mm"): 2,
+        ("forward", "matmul_reduce_scatter", "1 mm"): 4,
+        ("forward", "all_gather_matmul", "2 mm"): 2,
+        ("forward", "all_gather_matmul", "1 mm"): 1,
+        ("backward", "matmul_reduce_scatter", "1 mm"): 1,
+        ("backward", "all_gather_matmul", "2 mm"): 4,
+        ("backward", "matmul_reduce_scatter", "2 mm"): 2,
+        ("backward", "matmul_reduce_scatter", "3 mm"): 2,
+    },
+    # The first block's input and the last block's output are whole.
+    "blocks": {
+        ("forward", "matmul_reduce_scatter", "1 addmm"): 2,
+        ("forward", "all_gather_matmul", "1 addmm"): 1,
+        ("backward", "matmul_reduce_scatter", "1 mm"): 2,
+        ("backward", "all_gather_matmul", "2 mm"): 1,
+    },
     "dlrm": {
         ("forward", "embedding_all_to_all", "3 embedding_bag"): 1,
         ("backward", "embedding_all_to_all", "3 embedding_gradient"): 1,
