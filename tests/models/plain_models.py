@@ -86,7 +86,7 @@ def blocks(weights: str) -> Results:
     model = torch.nn.Sequential(Block(), Block())
     plan = {f"{i}.{n}": s() for i in (0, 1) for n, s in (("up", ColwiseParallel), ("down", RowwiseParallel))}
     model = parallelize_module(model, mesh, plan)
-    x = torch.randn(1, 24, 16).requires_grad_()
+    x = torch.randn(2, 12, 16).requires_grad_()
     out = torch.compile(model)(x)
     out.sin().sum().backward()
     found = gradients(model)

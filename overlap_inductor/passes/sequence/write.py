@@ -255,9 +255,9 @@ class RowWriter:
             elif first < self._gathered[local]:
                 raise RuntimeError(f"{first.name} needs all rows of {node.name} before they are gathered")
             full = self._gathered[local]
-            # If W does not divide T, users that reshape the rows read ``full`` directly. A view in between would hide
-            # the padded rows from the finders.
-            flat = [u for u in users if u.target in _TO_A_SHAPE and not tokens.even]
+            # Users that reshape the rows read ``full`` directly. A view in between would hide the padded rows from the
+            # finders. With fewer sequences than ranks, a view as [B, S, H] would also split the dim of the ranks.
+            flat = [u for u in users if u.target in _TO_A_SHAPE]
             whole = self.reshape(full, tools.shape(node)) if len(flat) < len(users) else full
         for user in users:
             if user.op == "output" and user not in flat:

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sequence-parallel rewrite of batches whose number of sequences W ranks do not divide. The gathered rows must not
+be viewed as ``[B, S, H]``, which would split the dim of the ranks and hide the gather from the finders."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.fake_group import fake_group
+from tests.support.fake_group import reports_of
+from tests.support.sequence_blocks import ReduceBackward
+from tests.support.sequence_blocks import ReduceForward
+
+HIDDEN, INNER = 16, 32
+
+
+def _blocks(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """Two MLPs. Between their all-reduces stand a residual add and a norm, forward and backward."""
+    for up, bias, down in zip(weights[::3], weights[1::3], weights[2::3], strict=True):
+        entered = ReduceBackward.apply(F.layer_norm(x, (HIDDEN,)))
+        x = x + ReduceForward.apply(F.linear(F.silu(F.linear(entered, up, bias)), down))
+    return x
+
+
+@pytest.mark.parametrize(("sequences", "ranks"), [(2, 4), (3, 2), (6, 4), (2, 8), (1, 4), (4, 4)])
+def test_all_gathers_are_overlapped(sequences: int, ranks: int) -> None:
+    with fake_group(ranks):
+        x = torch.randn(sequences, 8, HIDDEN, requires_grad=True)
+        shapes = [(INNER, HIDDEN), (INNER,), (HIDDEN, INNER)] * 2
+        weights = [torch.randn(s, requires_grad=True) for s in shapes]
+        reports = reports_of(_blocks, x, *weights, sequence_parallel="on")
+    for report in reports:
+        found = Counter(site.facts.pattern for site in report.sites if site.decision.status == "overlapped")
+        assert found == {"matmul_reduce_scatter": 2, "all_gather_matmul": 1}, report.phase
+        # The last gather of each graph gives one of its results.
+        assert [miss.collective.kind for miss in report.near_misses] == ["all_gather"]
+    assert [r.phase for r in reports] == ["forward", "backward"]
