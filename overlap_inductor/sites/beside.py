@@ -6,7 +6,8 @@ after the collective. If it finds no matmul there, it then covers the nodes befo
 collective, it first covers the nodes before the collective, then the nodes after it. Of the matmuls found, the reason
 names a grouped one, else the nearest one. It also names the first of these obstacles:
 
-1. The matmul's kind cannot be cut: grouped, a product with a vector, or unknown to ``matmuls.parse``.
+1. The matmul's kind cannot be cut: grouped, a product with a vector, or unknown to ``matmuls.parse``. If the collective
+   moves counts of rows, the grouped matmul does not multiply what is moved, and the reason is ``no_matmul``.
 2. An op between matmul and collective is not pointwise and does more than move elements.
 3. A slice or ``cat`` is between them.
 4. No cut of the matmul matches the collective's shards.
@@ -17,6 +18,7 @@ obstacle.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from overlap_inductor.facts.decision import Reason
@@ -31,6 +33,8 @@ NO_MATMUL = "no matmul is next to the collective, so there is nothing to hide it
 STEPS = 12
 """The most nodes on a path of ``_nearest``: from the collective's input or wait to the matmul, with both ends. The ops
 that combine the results of experts are six to nine of these nodes."""
+_COUNTS = (torch.int32, torch.int64)
+"""Dtypes of the numbers of rows that the ranks of a mixture of experts exchange. No grouped matmul multiplies them."""
 _VECTORS = ("mv", "addmv", "dot", "vdot")
 _Way = tuple[fx.Node, fx.Node | None, fx.Node | None]
 
@@ -54,6 +58,13 @@ def reason(collective: CollectiveNode) -> Reason:
 def _told(found: _Way, collective: CollectiveNode, gather: str) -> Reason:
     node, computed, moved = found
     kind = _other_matmul(node)
+    dtype = tools.dtype(collective.input)
+    if kind == "grouped" and dtype in _COUNTS:
+        return Reason(
+            "no_matmul",
+            f"the collective moves {dtype} numbers, such as the counts of rows that {node.name} ({node.target}) depends"
+            " on; no matmul multiplies them",
+        )
     if kind == "grouped":
         return Reason(
             "grouped_matmul",

@@ -20,6 +20,7 @@ from overlap_inductor.lowerings.ring import schedule
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites import permutations
 from overlap_inductor.sites.row_program import RowProgram
+from tests.compile.readings import misses
 from tests.compile.readings import summary
 from tests.support.dispatched_experts import inputs
 from tests.support.fake_group import fake_group
@@ -72,6 +73,8 @@ def test_both_graphs_are_rewritten_unless_they_are_kept() -> None:
                 f"g0: all_to_all bfloat16 [uneven, 16] in all_to_all_experts {how}",
                 "g0: all_to_all bfloat16 returning rows of the one before",
             ]
+        # The exchange of the counts comes before the rows'.
+        assert [misses(report) for report in reports] == [[("all_to_all", "no_matmul")], []]
         held = [_held(report) for report in reports]
         assert held == [["mm"], ["_grouped_mm"] * 3]
     assert [r.exchange for r in found[0]] == [r.exchange for r in found[1]]
