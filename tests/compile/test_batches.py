@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence-parallel rewrite of batches whose number of sequences W ranks do not divide. The gathered rows must not
-be viewed as ``[B, S, H]``, which would split the dim of the ranks and hide the gather from the finders."""
+"""The sequence-parallel rewrite of batches whose number of sequences W ranks do not divide. Between
+a matmul and its collective, rows must not be viewed as ``[B, S, H]``. Such a view splits the dim of the ranks, and then
+the finders take no site."""
 
 from __future__ import annotations
 
@@ -19,18 +20,19 @@ HIDDEN, INNER = 16, 32
 
 
 def _blocks(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    """Two MLPs. Between their all-reduces stand a residual add and a norm, forward and backward."""
-    for up, bias, down in zip(weights[::3], weights[1::3], weights[2::3], strict=True):
+    """Two gated MLPs. Between their all-reduces stand a residual add and a norm, forward and backward. In the backward,
+    the all-reduce adds up the gradients of two matmuls."""
+    for gate, up, bias, down in zip(weights[::4], weights[1::4], weights[2::4], weights[3::4], strict=True):
         entered = ReduceBackward.apply(F.layer_norm(x, (HIDDEN,)))
-        x = x + ReduceForward.apply(F.linear(F.silu(F.linear(entered, up, bias)), down))
+        x = x + ReduceForward.apply(F.linear(F.silu(F.linear(entered, gate)) * F.linear(entered, up, bias), down))
     return x
 
 
 @pytest.mark.parametrize(("sequences", "ranks"), [(2, 4), (3, 2), (6, 4), (2, 8), (1, 4), (4, 4)])
-def test_all_gathers_are_overlapped(sequences: int, ranks: int) -> None:
+def test_each_collective_beside_a_matmul_is_overlapped(sequences: int, ranks: int) -> None:
     with fake_group(ranks):
         x = torch.randn(sequences, 8, HIDDEN, requires_grad=True)
-        shapes = [(INNER, HIDDEN), (INNER,), (HIDDEN, INNER)] * 2
+        shapes = [(INNER, HIDDEN), (INNER, HIDDEN), (INNER,), (HIDDEN, INNER)] * 2
         weights = [torch.randn(s, requires_grad=True) for s in shapes]
         reports = reports_of(_blocks, x, *weights, sequence_parallel="on")
     for report in reports:

@@ -55,6 +55,14 @@ def test_families(names: Sequence[str], tmp_path: Path) -> None:
         assert not found, f"rank {rank}: " + "\n".join(found)
 
 
+@pytest.mark.thorough
+def test_fewer_sequences_than_ranks(tmp_path: Path) -> None:
+    """4 ranks divide 2 sequences of 6 tokens, so each rank holds 3 tokens of one sequence."""
+    cases = {"llama": Case("llama, one layer", 9, 10, (2, 6))}
+    for rank, found in enumerate(run_ranks(4, problems, cases, str(tmp_path), timeout=500)):
+        assert not found, f"rank {rank}: " + "\n".join(found)
+
+
 STEPS, BATCHES = 200, 4
 
 

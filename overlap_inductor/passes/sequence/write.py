@@ -117,17 +117,24 @@ class RowWriter:
         for node in sorted((n for _, s in stretches for n in _members(s)), reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
-        for node in inputs:
-            # ``reshape`` may have left a view without a reader, which would still count as a user of its matmul.
-            while tools.is_reshape(node) and not node.users:
-                view, node = node, node.args[0]
-                self.graph.erase_node(view)
+        self._erase_unread(inputs)
         short, pads = ({n: t for n, t in of.items() if _is_symbolic(t)} for of in (self._short, self._pads))
         if short or pads:
             compute_padded(self.graph, short, pads, self)
             self._backward |= of_the_backward(self.graph)
         self.gathered_again = save_rows(self.graph, self.made, self._backward, self.config)
         self.graph.lint()
+
+    def _erase_unread(self, nodes: list[fx.Node]) -> None:
+        """Of ``nodes`` and what they are computed from, erase views and sums without a reader. They would still count
+        as users of their matmuls."""
+        erased, pending = set[fx.Node](), list(nodes)
+        while pending:
+            node = pending.pop()
+            if node not in erased and not node.users and (tools.is_reshape(node) or node.target is aten.add.Tensor):
+                pending += node.all_input_nodes
+                self.graph.erase_node(node)
+                erased.add(node)
 
     def _readers(self, node: fx.Node, users: list[tuple[fx.Node, str]]) -> list[fx.Node]:
         """``users``, and the new nodes that read ``node``: the reduce-scatter, if ``node`` is all-reduced again."""
@@ -208,6 +215,8 @@ class RowWriter:
         shape = [tokens.count, *tools.shape(source.result)[rows.lead :]]
         # The padding reads the matmul directly. A view in between would hide the padded rows from the finders.
         parts = [c.input if tokens.even else self.reshape(c.input, shape) for c in source.collectives]
+        if tokens.even and _divides_a_batch(tools.shape(source.result)[: rows.lead], tokens):
+            parts = [self._flat_sum(c.input, shape) for c in source.collectives]
         total = parts[0]
         for part in parts[1:]:
             total = self.call(aten.add.Tensor, total, part)
@@ -220,6 +229,16 @@ class RowWriter:
         if tools.value(flat).device.type == "cpu" and not is_site:
             return self._sum_of_exchanged(first.node, flat, tokens)
         return self._exchanged(first.node, c10d.reduce_scatter_tensor.default, flat, "sum", tokens)
+
+    def _flat_sum(self, node: fx.Node, shape: list[Any]) -> fx.Node:
+        """``node`` viewed as ``shape``, which is ``[T, H]``. A sum of views becomes a sum of ``[T, H]``."""
+        terms, have = list(node.args), tools.shape(node)
+        if node.target is aten.add.Tensor and not node.kwargs and len(node.users) == 1:
+            if all(
+                tools.is_tensor(t) and tools.shape(t) == have and tools.dtype(t) == tools.dtype(node) for t in terms
+            ):
+                return self.call(aten.add.Tensor, *(self._flat_sum(t, shape) for t in terms))
+        return self.reshape(node, shape)
 
     def _sum_of_exchanged(self, old: fx.Node, flat: fx.Node, tokens: Tokens) -> fx.Node:
         """A reduce-scatter written as an all-to-all and a sum. Gloo's reduce-scatter takes longer than its all-reduce
@@ -338,6 +357,13 @@ class RowWriter:
                 yield
         finally:
             self._meta = outer
+
+
+def _divides_a_batch(dims: list[Any], tokens: Tokens) -> bool:
+    """Whether ``dims``, such as ``[B, S]``, begin with a batch that the ranks do not divide. A view as ``[B, S, H]``
+    between a matmul and its reduce-scatter would then split the dim of the ranks."""
+    batch = next((size for size in dims[:-1] if not same_size(size, 1)), None)
+    return isinstance(batch, int) and batch % tokens.world_size != 0
 
 
 def _is_symbolic(tokens: Tokens) -> bool:
