@@ -2,7 +2,7 @@
 """Checks random programs (``tests.support.random_programs``) on GPUs, compiled with several schedules.
 
     torchrun --nproc-per-node 2 -m tests.gpu.check_programs [--schedules chunked fused ring auto] [--seeds 0 30] \\
-        [--trains] [--mode reduce-overhead] [--dynamic] [--seconds 120]
+        [--trains] [--exchanges] [--mode reduce-overhead] [--dynamic] [--seconds 120]
 
 Each program is called three times, with different values. An error against fp64 may be up to 2 % of the largest
 element, or three times the uncompiled function's error. The larger limit counts. Prints one JSON row per schedule. The
@@ -26,6 +26,7 @@ import overlap_inductor
 from bench.support.gpu_ranks import finish_rank
 from bench.support.gpu_ranks import start_rank
 from overlap_inductor.report import publish as reporting
+from tests.support.exchange_programs import ExchangeProgram
 from tests.support.random_programs import Program
 from tests.support.random_programs import outcome
 
@@ -83,12 +84,14 @@ def main() -> int:
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 30), metavar=("FIRST", "END"))
     parser.add_argument("--trains", action="store_true", help="compare gradients, too")
+    parser.add_argument("--exchanges", action="store_true", help="programs with many all-to-alls")
     parser.add_argument("--mode", help="mode of torch.compile")
     parser.add_argument("--dynamic", action="store_true", help="the rows of the first two inputs may be symbolic")
     parser.add_argument(
         "--seconds", type=float, default=120.0, help="time per schedule after which no program is begun"
     )
     arguments = parser.parse_args()
+    drawn = ExchangeProgram if arguments.exchanges else Program
     rank, world_size = start_rank()
     failed = 0
     for schedule in arguments.schedules:
@@ -101,7 +104,7 @@ def main() -> int:
             if late.item():
                 break
             problems += wrong(
-                Program(seed, world_size, UNIT, arguments.trains, most_elements=2**22),
+                drawn(seed, world_size, UNIT, arguments.trains, most_elements=2**22),
                 schedule,
                 arguments.mode,
                 arguments.dynamic,
@@ -115,6 +118,7 @@ def main() -> int:
             "rank": rank,
             "world_size": world_size,
             "trains": arguments.trains,
+            "exchanges": arguments.exchanges,
             "mode": arguments.mode,
             "dynamic": arguments.dynamic,
             "programs": tried,

@@ -61,6 +61,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Experts. Qwen2 also has a shared expert.
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "mixtral, one layer": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 1}),
+    # For GPUs, whose grouped matmuls need rows of a multiple of 16 bytes.
+    "mixtral, wide": (
+        "Mixtral",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 512, "intermediate_size": 1024},
+    ),
     "qwen2_moe, one layer": (
         "Qwen2Moe",
         {
@@ -100,7 +105,9 @@ def load(family: str, folder: str, device: str, experts: int = 1) -> Any:
     if experts > 1:
         from transformers.distributed import DistributedConfig
 
-        shards = {"distributed_config": DistributedConfig(tp_size=dist.get_world_size(), ep_size=experts)}
+        # Older versions of transformers divide the experts among all ranks of the plan.
+        told = {"ep_size": experts} if hasattr(DistributedConfig, "ep_size") else {"enable_expert_parallel": True}
+        shards = {"distributed_config": DistributedConfig(tp_size=dist.get_world_size(), **told)}
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **shards)
 
 

@@ -128,13 +128,13 @@ class RowWriter:
     def _erase_unread(self, nodes: list[fx.Node]) -> None:
         """Of ``nodes`` and what they are computed from, erase views and sums without a reader. They would still count
         as users of their matmuls."""
-        erased, pending = set[fx.Node](), list(nodes)
+        left, pending = set(self.graph.nodes), list(nodes)
         while pending:
             node = pending.pop()
-            if node not in erased and not node.users and (tools.is_reshape(node) or node.target is aten.add.Tensor):
+            if node in left and not node.users and (tools.is_reshape(node) or node.target is aten.add.Tensor):
                 pending += node.all_input_nodes
+                left.remove(node)
                 self.graph.erase_node(node)
-                erased.add(node)
 
     def _readers(self, node: fx.Node, users: list[tuple[fx.Node, str]]) -> list[fx.Node]:
         """``users``, and the new nodes that read ``node``: the reduce-scatter, if ``node`` is all-reduced again."""
