@@ -15,12 +15,13 @@ from overlap_inductor.facts.machine import Machine
 
 MARGIN = 1.05
 """With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule is chosen only if it is estimated to be more than this many times
-as fast as ``keep``."""
+as fast as ``keep``. Experts in schedule ``chunked`` have a margin of their own."""
 MARGIN_UNMEASURED = 1.25
 """Takes the place of ``MARGIN`` where there are few measurements or none:
 
 - ``chunked``, ``fused``, ``wave_groups``: groups with more ranks than the largest measured group.
 - ``chunked``, ``fused``: matmuls that contract the dim that an all-to-all exchanges.
+- ``chunked``: experts in training.
 - ``ring``, ``early_start``: attention on GPUs.
 """
 

@@ -43,6 +43,7 @@ RANDOM = {"refused: no_token_wise_work"}
 # ``{block: (all-reduces, rewritten all-reduces, overlapped sites, reasons why other all-reduces are left)}``.
 EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "[B, S, H], odd, accumulated gradients": (6, 6, 10, set()),
+    "[B, S, H], odd batch, gated": (4, 4, 6, set()),
     # Each rank must draw dropout's random numbers of all tokens, so the forward's all-reduces are not rewritten. In the
     # backward, the backward of a norm follows each all-reduce, so these all-reduces are rewritten.
     "dropout": (6, 3, 7, RANDOM),
@@ -60,7 +61,12 @@ EXPECTED: dict[str, tuple[int, int, int, set[str]]] = {
     "dynamic, [B, S, H]": (8, 8, 12, set()),
     "dynamic, NaN in the padding": (4, 4, 6, set()),
 }
-FAST = ("[B, S, H], odd, accumulated gradients", "dynamic", "dynamic, NaN in the padding")
+FAST = (
+    "[B, S, H], odd, accumulated gradients",
+    "[B, S, H], odd batch, gated",
+    "dynamic",
+    "dynamic, NaN in the padding",
+)
 """``make test`` runs these blocks. Other blocks are thorough only. ``tests/compile`` has golden graphs of similar
 blocks."""
 

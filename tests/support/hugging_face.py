@@ -105,7 +105,8 @@ def load(family: str, folder: str, device: str, experts: int = 1) -> Any:
     if experts > 1:
         from transformers.distributed import DistributedConfig
 
-        # Older versions of transformers divide the experts among all ranks of the plan.
+        # Older versions of transformers divide the experts among all ranks.
+        assert experts == dist.get_world_size() or hasattr(DistributedConfig, "ep_size")
         told = {"ep_size": experts} if hasattr(DistributedConfig, "ep_size") else {"enable_expert_parallel": True}
         shards = {"distributed_config": DistributedConfig(tp_size=dist.get_world_size(), **told)}
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **shards)

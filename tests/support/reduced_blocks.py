@@ -57,19 +57,23 @@ class _Leave(torch.autograd.Function):
 
 
 class Half(nn.Module):
-    """Half a layer: a norm, two matmuls, an all-reduce and the residual."""
+    """Half a layer: a norm, two matmuls (``gated``: three), an all-reduce and the residual."""
 
-    def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
+    def __init__(self, norm: nn.Module, dropout: float = 0.0, gated: bool = False) -> None:
         super().__init__()
         # The weights are shards, so each rank has its own. The norm's parameters are equal on all ranks.
         own = torch.Generator().manual_seed(1 + dist.get_rank())
         self.norm, self.dropout = norm, dropout
         self.up = nn.Parameter(torch.randn(HIDDEN, INNER, generator=own) / 4)
         self.down = nn.Parameter(torch.randn(INNER, HIDDEN, generator=own) / 4)
+        self.gate = nn.Parameter(torch.randn(HIDDEN, INNER, generator=own) / 4) if gated else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = F.silu(_Enter.apply(self.norm(x)) @ self.up) @ self.down
-        return x + F.dropout(_Leave.apply(inner), self.dropout)
+        entered = _Enter.apply(self.norm(x))
+        inner = F.silu(entered @ self.up)
+        if self.gate is not None:
+            inner = inner * (entered @ self.gate)
+        return x + F.dropout(_Leave.apply(inner @ self.down), self.dropout)
 
 
 class Layers(nn.Module):
@@ -191,6 +195,8 @@ def _dynamic(*shapes: tuple[int, ...], **fields: Any) -> Computation:
 
 CASES: dict[str, Callable[[], Computation]] = {
     "[B, S, H], odd, accumulated gradients": partial(_trained, (3, 5, HIDDEN), (3, 5, HIDDEN)),
+    # The ranks divide the tokens, but not the sequences. Each all-reduce of the backward adds up two gradients.
+    "[B, S, H], odd batch, gated": partial(_trained, (3, 4, HIDDEN), number=2, gated=True),
     "dropout": partial(_trained, (TOKENS, HIDDEN), dropout=0.25),
     "autocast": _autocast,
     "each layer compiled": _each_compiled,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule ``chunked`` of layers of experts: ``auto`` overlaps the layers that gained on H200s, and keeps those that did
-not gain on a busy host (bench/results/experts.jsonl, experts_busy_host.jsonl)."""
+"""Schedule ``chunked`` of layers of experts: ``auto`` overlaps layers that gained on H200s. It keeps layers that gained
+nothing, or that lost on a busy host (bench/results/experts.jsonl, experts_busy_host.jsonl)."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def _sizes(layer: str, ranks: int, tokens: int) -> SiteSizes:
     ("layer", "ranks", "overlapped"),
     [
         ("mixtral", 2, [False, True, True]),
+        ("mixtral", 4, [False, False, True]),
         ("64-experts", 2, [False, True, True]),
         ("64-experts", 4, [False, False, True]),
     ],
@@ -45,7 +46,7 @@ def test_auto_overlaps_the_layers_that_gained(layer: str, ranks: int, overlapped
 
 
 def test_more_ranks_than_measured_need_a_larger_gain() -> None:
-    sizes = _sizes("mixtral", 2, 32768)
+    sizes = _sizes("64-experts", 2, 16384)
     more = dataclasses.replace(sizes, world_size=experts_cost.RANKS + 1)
     assert experts_cost.pays(sizes, H200S, 0) and not experts_cost.pays(more, H200S, 0)
 
@@ -53,4 +54,6 @@ def test_more_ranks_than_measured_need_a_larger_gain() -> None:
 def test_copied_values_cost_time() -> None:
     sizes = _sizes("64-experts", 2, 32768)
     assert experts_cost.pays(sizes, H200S, 0) and not experts_cost.pays(sizes, H200S, 2e9)
+    small_gain = _sizes("mixtral", 2, 32768)
+    assert experts_cost.pays(small_gain, H200S, 0) and not experts_cost.pays(small_gain, H200S, 1)
     assert experts_cost.seconds(sizes, H200S, 2e9) > experts_cost.seconds(sizes, H200S, 0)

@@ -50,9 +50,9 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "There is no matmul to overlap with": {
         "no_matmul": (
-            "No matmul stands beside the collective, so nothing could hide it. Or the collective moves the counts of"
-            " rows that a grouped matmul depends on. Or it gathers the weight of a norm. Or it sums the gradient of a"
-            " norm, a bias or an embedding: no matmul computes this gradient."
+            "No matmul stands beside the collective, so nothing could hide it. Examples are an exchange of the numbers"
+            " of rows that experts get, a gather of a norm's weight, and a sum of the gradient of a norm, a bias or an"
+            " embedding. No matmul computes such a gradient."
         ),
         "no_token_wise_work": (
             "The sequence-parallel rewrite has nothing to divide among the ranks: no op behind the all-reduce can be"

@@ -17,7 +17,7 @@ PIECE_SECONDS = 75e-6
 with 8192 tokens on 2 GPUs, and 1.05 with 16384."""
 MARGIN = 1.03
 """``auto`` overlaps a layer in a measured group if its estimate is faster by this factor. It is less than that of other
-sites, because measured layers gained more than was estimated: Mixtral's 1.05 (16384 tokens) and 1.12 (32768)."""
+sites, because Mixtral's layers gained more than was estimated: 1.05 (16384 tokens) and 1.12 (32768)."""
 HOST_SECONDS, PEER_SECONDS = 0.9e-3, 0.2e-3
 """Host time of a call's launches, and of the piece of each peer. On a host without other work, calls of 2 ranks took
 0.4 to 0.6 ms, and calls of 4 ranks 0.8 ms. On busy hosts, layers of 8192 tokens on 2 GPUs and of 16384 on 4 lost up to

@@ -33,6 +33,8 @@ from overlap_inductor.passes.sequence.early_cuts import DEEPEST
 from overlap_inductor.passes.sequence.early_cuts import cut_early
 from overlap_inductor.passes.sequence.find import Source
 from overlap_inductor.passes.sequence.find import Stretch
+from overlap_inductor.passes.sequence.flat_sums import flat_sum
+from overlap_inductor.passes.sequence.flat_sums import views_split_ranks
 from overlap_inductor.passes.sequence.gather_again import save_rows
 from overlap_inductor.passes.sequence.late_sums import behind
 from overlap_inductor.passes.sequence.late_sums import combine
@@ -213,10 +215,12 @@ class RowWriter:
         rows, first = self.held[source.result], source.collectives[0]
         tokens = rows.tokens
         shape = [tokens.count, *tools.shape(source.result)[rows.lead :]]
-        # The padding reads the matmul directly. A view in between would hide the padded rows from the finders.
-        parts = [c.input if tokens.even else self.reshape(c.input, shape) for c in source.collectives]
-        if tokens.even and _divides_a_batch(tools.shape(source.result)[: rows.lead], tokens):
-            parts = [self._flat_sum(c.input, shape) for c in source.collectives]
+        parts = [c.input for c in source.collectives]
+        if not tokens.even:
+            # The padding reads the matmul directly. A view in between would hide the padded rows from the finders.
+            parts = [self.reshape(part, shape) for part in parts]
+        elif views_split_ranks(tools.shape(source.result)[: rows.lead], tokens.world_size):
+            parts = [flat_sum(part, shape, self.held, self) for part in parts]
         total = parts[0]
         for part in parts[1:]:
             total = self.call(aten.add.Tensor, total, part)
@@ -229,16 +233,6 @@ class RowWriter:
         if tools.value(flat).device.type == "cpu" and not is_site:
             return self._sum_of_exchanged(first.node, flat, tokens)
         return self._exchanged(first.node, c10d.reduce_scatter_tensor.default, flat, "sum", tokens)
-
-    def _flat_sum(self, node: fx.Node, shape: list[Any]) -> fx.Node:
-        """``node`` viewed as ``shape``, which is ``[T, H]``. A sum of views becomes a sum of ``[T, H]``."""
-        terms, have = list(node.args), tools.shape(node)
-        if node.target is aten.add.Tensor and not node.kwargs and len(node.users) == 1:
-            if all(
-                tools.is_tensor(t) and tools.shape(t) == have and tools.dtype(t) == tools.dtype(node) for t in terms
-            ):
-                return self.call(aten.add.Tensor, *(self._flat_sum(t, shape) for t in terms))
-        return self.reshape(node, shape)
 
     def _sum_of_exchanged(self, old: fx.Node, flat: fx.Node, tokens: Tokens) -> fx.Node:
         """A reduce-scatter written as an all-to-all and a sum. Gloo's reduce-scatter takes longer than its all-reduce
@@ -275,11 +269,11 @@ class RowWriter:
                 raise RuntimeError(f"{first.name} needs all rows of {node.name} before they are gathered")
             full = self._gathered[local]
             # Users that reshape the rows read ``full`` directly. A view in between would hide the padded rows from the
-            # finders. With fewer sequences than ranks, a view as [B, S, H] would also split the dim of the ranks.
+            # finders. If W does not divide B, a view as [B, S, H] would also split the dim of the ranks.
             flat = [u for u in users if u.target in _TO_A_SHAPE]
             whole = self.reshape(full, tools.shape(node)) if len(flat) < len(users) else full
         for user in users:
-            if user.op == "output" and user not in flat:
+            if user.op == "output":
                 with self.in_place_of(node, user):
                     user.replace_input_with(node, self._with_strides_of(node, whole))
             else:
@@ -357,13 +351,6 @@ class RowWriter:
                 yield
         finally:
             self._meta = outer
-
-
-def _divides_a_batch(dims: list[Any], tokens: Tokens) -> bool:
-    """Whether ``dims``, such as ``[B, S]``, begin with a batch that the ranks do not divide. A view as ``[B, S, H]``
-    between a matmul and its reduce-scatter would then split the dim of the ranks."""
-    batch = next((size for size in dims[:-1] if not same_size(size, 1)), None)
-    return isinstance(batch, int) and batch % tokens.world_size != 0
 
 
 def _is_symbolic(tokens: Tokens) -> bool:
