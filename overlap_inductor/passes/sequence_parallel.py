@@ -41,6 +41,7 @@ from overlap_inductor.passes.sequence.check import refuse
 from overlap_inductor.passes.sequence.find import RowFinder
 from overlap_inductor.passes.sequence.find import Stretch
 from overlap_inductor.passes.sequence.find import gather_less
+from overlap_inductor.passes.sequence.late_sums import of_the_backward
 from overlap_inductor.passes.sequence.same_values import inputs_to_compare
 from overlap_inductor.passes.sequence.write import RowWriter
 from overlap_inductor.report.failure import BUG_REPORT
@@ -191,7 +192,7 @@ def _choose(
                 found[1][number].row_work = estimate.row_work(stretch, stretch.tokens.world_size, config)
         return found[0], found[1]
 
-    chosen = []
+    chosen, trains = [], bool(of_the_backward(graph))
     first = costs(1.0)
     for number, stretch in legal:
         cost = first[0][number], first[1][number]
@@ -203,8 +204,11 @@ def _choose(
             chosen.append((number, stretch))
             continue
 
-        def pays_at(factor: float, number: int = number) -> bool:
-            return estimate.pays(*(c[number] for c in (first if factor == 1.0 else costs(factor))))
+        margin = estimate.margin_of(stretch, trains)
+
+        def pays_at(factor: float, number: int = number, margin: float = margin) -> bool:
+            as_written, as_rewritten = first if factor == 1.0 else costs(factor)
+            return estimate.pays(as_written[number], as_rewritten[number], margin)
 
         if _pays(number, stretch, facts, pays_at):
             facts[number] = replace(facts[number], status="rewritten")

@@ -4,12 +4,14 @@ it, and ``off`` turns it off. Mode ``report`` only describes it. A failed rewrit
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sympy
 import torch
+import torch.nn.functional as F
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 from torch.utils._sympy.functions import Mod
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -25,9 +27,12 @@ from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.torch_compat.target import planning_for
 from tests.support.fake_group import fake_group
 from tests.support.fake_group import report_of
+from tests.support.fake_group import reports_of
 from tests.support.hand_graph import HandGraph
 from tests.support.hand_graph import aten
 from tests.support.sequence_blocks import BLOCKS
+from tests.support.sequence_blocks import ReduceBackward
+from tests.support.sequence_blocks import ReduceForward
 from tests.unit.stretch_reasons import stretch
 
 H200 = BOXES["h200"]
@@ -271,3 +276,26 @@ def test_the_whole_path(monkeypatch: pytest.MonkeyPatch) -> None:
     _fails_at(monkeypatch, "_scatter")
     failed = _report(sequence_parallel="on")
     assert failed.counters()["failed"] == 1 and failed.before == off.before
+
+
+def _mlps(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    for up, down in zip(weights[::2], weights[1::2], strict=True):
+        entered = ReduceBackward.apply(F.layer_norm(x, x.shape[-1:]))
+        x = x + ReduceForward.apply(F.linear(F.silu(F.linear(entered, up)), down))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("link_bytes", "status", "least", "most"), [(1.2e7, "rewritten", 1, 1.02), (6e6, "kept", 0.9, 1)]
+)
+def test_training_on_cpus_needs_no_margin(link_bytes: float, status: str, least: float, most: float) -> None:
+    """The rewrite is chosen although it is estimated to save less than 2 %, but not if it is estimated to cost time."""
+    hidden, inner = 256, 352
+    machine = json.dumps({"link_bytes": link_bytes, "matmul_flops": {"4": 1e11}})
+    with fake_group(2):
+        x = torch.randn(1024, hidden, requires_grad=True)
+        weights = [torch.randn(s, requires_grad=True) for s in [(inner, hidden), (hidden, inner)] * 4]
+        report = reports_of(_mlps, x, *weights, schedule="auto", sequence_parallel="auto", machine=machine)[0]
+    (found,) = report.stretches
+    assert found.status == status
+    assert least < found.estimate_us["keep"] / found.estimate_us["rewritten"] < most

@@ -51,8 +51,8 @@ GROUPS: dict[str, dict[str, str]] = {
     "There is no matmul to overlap with": {
         "no_matmul": (
             "No matmul stands beside the collective, so nothing could hide it. Examples are an exchange of the numbers"
-            " of rows that experts get, a gather of a norm's weight, and a sum of the gradient of a norm, a bias or an"
-            " embedding. No matmul computes such a gradient."
+            " of rows that experts get, and a gather of a norm's weight. Another is a sum of the gradient of a norm, a"
+            " bias or an embedding, which no matmul computes."
         ),
         "no_token_wise_work": (
             "The sequence-parallel rewrite has nothing to divide among the ranks: no op behind the all-reduce can be"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a sum of views as a sum of ``[T, H]``.
 
-The ranks divide the first dim of ``[T, H]``. If they do not divide the batch B, a view ``[B, S, H]`` between a matmul
-and its reduce-scatter splits the dim of the ranks, and then the finders take no site. So the terms are viewed::
+The ranks divide the first dim of ``[T, H]``. A view ``[B, S, H]`` between a matmul and its reduce-scatter splits the
+dim of the ranks if they do not divide the batch B. Then the finders take no site. So the terms are viewed::
 
     s = add(view(mm1, [B, S, H]), view(mm2, [B, S, H]))     ->     s = add(mm1, mm2)
     reduce_scatter(view(s, [T, H]))                                reduce_scatter(s)
