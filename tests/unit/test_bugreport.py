@@ -25,11 +25,11 @@ from tests.support.fork_base import ForkBase
 from tests.unit import sample_reports as samples
 
 ROOT = Path(__file__).parents[2]
-HOME, USER = "/srv/people/alice", "alice"
+HOME, USER = "/srv/accounts/tester", "tester"
 
 
 @pytest.fixture(autouse=True)
-def _alice(monkeypatch: pytest.MonkeyPatch) -> None:
+def _tester(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", HOME)
     monkeypatch.setattr(bugreport, "_user_name", lambda: USER)
 
@@ -76,7 +76,7 @@ def test_no_file_names_the_user_or_the_home_folder(tmp_path: Path, monkeypatch: 
     report.before += f"# {text}\n"
     report.notices.append(text)
     report.failures.append(Failure("pass", "KeyError", text))
-    folder = tmp_path / "dumps of alice" / "run"
+    folder = tmp_path / "dumps of tester" / "run"
     write_dump(report, folder, 0)
     found = contents(write_bug_report(str(folder.parent.parent), str(tmp_path / "out.zip")))
     assert all(USER not in name and USER not in content for name, content in found.items())
@@ -91,17 +91,17 @@ def test_no_file_names_the_user_or_the_home_folder(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("home", "user", "text", "expected"),
     [
-        ("/srv/people/alice", "alice", "malice and alice_2 of alicel", "malice and <user>_2 of alicel"),
+        ("/srv/accounts/tester", "tester", "mtester and tester_2 of testerl", "mtester and <user>_2 of testerl"),
         (
-            "/srv/people/alice",
-            "alice",
-            "/srv/people/alice-old/x in /srv/people/alice.",
-            "/srv/people/<user>-old/x in ~.",
+            "/srv/accounts/tester",
+            "tester",
+            "/srv/accounts/tester-old/x in /srv/accounts/tester.",
+            "/srv/accounts/<user>-old/x in ~.",
         ),
         ("/root", "root", "/root/x in the root module", "~/x in the root module"),
         ("/", "", "/usr/lib and mm.default", "/usr/lib and mm.default"),
-        ("/srv/jörg", "jörg", r'"/srv/j\u00f6rg/x by j\u00f6rg" and /srv/jörg/x', '"~/x by <user>" and ~/x'),
-        ("/srv/a", "", r'"/home/j\u00f6rg\n"', r'"~\n"'),
+        ("/srv/köln", "köln", r'"/srv/k\u00f6ln/x by k\u00f6ln" and /srv/köln/x', '"~/x by <user>" and ~/x'),
+        ("/srv/a", "", r'"/home/k\u00f6ln\n"', r'"~\n"'),
         ("/srv/a+b", "a+b", "/srv/a+b/x by a+b, not aab", "~/x by <user>, not aab"),
     ],
 )
