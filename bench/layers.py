@@ -29,7 +29,9 @@ import sys
 import tempfile
 import time
 import timeit
+from collections.abc import Iterator
 from collections.abc import Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,8 @@ ROOT = rows.RESULTS.parent.parent
 CPU = Sizes(layers=4, hidden=1024, ffn=2816, heads=16, kv_heads=16, vocabulary=1024, prompt=128)
 CPU_FROM_3_RANKS = dataclasses.replace(CPU, hidden=2048, ffn=5632)
 CUDA = Sizes(layers=4, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=32000)
+PIECES = 16
+"""Into how many pieces ``packing_rate`` cuts a matmul."""
 CPU_CASES = [
     (phase, 1, 1024)
     for phase in (
@@ -104,7 +108,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--machine",
         default="",
-        help="value of the switch 'machine'; default on a CPU: the rates of the link and the matmuls",
+        help="value of the switch 'machine'; default on a CPU: measured rates",
     )
     parser.add_argument("--set", nargs="+", default=[], metavar="SWITCH=VALUE", help="other switches of overlap")
     parser.add_argument(
@@ -135,13 +139,13 @@ def sizes_of(options: argparse.Namespace, ranks: int) -> Sizes:
     return dataclasses.replace(usual, **{k: v for k, v in told.items() if v is not None})
 
 
-def on_link(options: argparse.Namespace, number: int, flops: float) -> tuple[int, Settings]:
-    """``(rate of the link in Mbit/s, settings of each rank)`` for entry ``number`` of ``--ranks``. ``flops``: the rate
-    of a rank's matmuls."""
+def on_link(options: argparse.Namespace, number: int, flops: float, packing: float) -> tuple[int, Settings]:
+    """``(rate of the link in Mbit/s, settings of each rank)`` for entry ``number`` of ``--ranks``. ``flops``,
+    ``packing``: the rates of a rank's matmuls and of their repeated reads (``Machine``)."""
     ranks = options.ranks[number]
     sizes = sizes_of(options, ranks)
     megabits = options.megabits[number] if options.megabits else equal_megabits(sizes, ranks, flops)
-    machine = json.dumps({"link_bytes": megabits * 1e6 / 8, "matmul_flops": {"4": flops}})
+    machine = json.dumps({"link_bytes": megabits * 1e6 / 8, "matmul_flops": {"4": flops}, "packing_bytes": packing})
     return megabits, settings_of(options, sizes, f"{megabits} Mbit/s", machine)
 
 
@@ -166,21 +170,44 @@ def settings_of(options: argparse.Namespace, sizes: Sizes, link: str, machine: s
     )
 
 
-def matmul_rate() -> float:
-    """FLOP/s of fp32 matmuls on one thread of this CPU. The shortest of several times counts."""
+@contextmanager
+def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        x = torch.randn(1024, 1024)
-        seconds = min(timeit.repeat(lambda: x @ x, number=1, repeat=25))
+        yield
     finally:
         torch.set_num_threads(threads)
+
+
+def matmul_rate() -> float:
+    """FLOP/s of fp32 matmuls on one thread of this CPU. The shortest of several times counts."""
+    x = torch.randn(1024, 1024)
+    with _one_thread():
+        seconds = min(timeit.repeat(lambda: x @ x, number=1, repeat=25))
     return float(f"{2 * 1024**3 / seconds:.1e}")
 
 
-def rate_of_a_rank(flops: float, ranks: int, cores: int) -> float:
-    """The rate of a rank's matmuls. A thread on a core of its own has the rate ``flops``; ranks may share cores."""
-    return flops * min(1.0, cores / ranks)
+def packing_rate() -> float:
+    """B/s at which one thread of this CPU reads the right operand of an fp32 matmul again for each piece of 64 rows
+    (``Machine.packing_bytes``). The whole matmul and its pieces take turns, and the shortest time of each counts."""
+    x, weight = torch.randn(PIECES * 64, 2048), torch.randn(1408, 2048)
+    out = torch.empty(len(x), len(weight))
+
+    def seconds(pieces: int) -> float:
+        cut = list(zip(x.chunk(pieces), out.chunk(pieces), strict=True))
+        return timeit.timeit(lambda: [torch.mm(rows, weight.t(), out=to) for rows, to in cut], number=1)
+
+    with _one_thread():
+        times = [(seconds(1), seconds(PIECES)) for _ in range(25)]
+    whole, cut = (min(of) for of in zip(*times, strict=True))
+    # Where pieces cost nothing, any large rate says so.
+    return float(f"{weight.nbytes * (PIECES - 1) / max(cut - whole, 1e-6):.1e}")
+
+
+def rate_of_a_rank(rate: float, ranks: int, cores: int) -> float:
+    """``rate`` of a thread on a core of its own, for a rank. Ranks may share cores."""
+    return rate * min(1.0, cores / ranks)
 
 
 def equal_megabits(sizes: Sizes, ranks: int, flops: float) -> int:
@@ -207,9 +234,11 @@ def cases_of(options: argparse.Namespace, default: list[tuple[str, int, int]]) -
 def on_slow_link(options: argparse.Namespace) -> None:
     if (reason := link.why_not()) is not None:
         raise SystemExit(reason)
-    out, flops = options.out or rows.RESULTS / "layers_slow_link.jsonl", matmul_rate()
+    out, cores = options.out or rows.RESULTS / "layers_slow_link.jsonl", len(os.sched_getaffinity(0))
+    rates = matmul_rate(), packing_rate()
     for number, ranks in enumerate(options.ranks):
-        megabits, settings = on_link(options, number, rate_of_a_rank(flops, ranks, len(os.sched_getaffinity(0))))
+        flops, packing = (rate_of_a_rank(rate, ranks, cores) for rate in rates)
+        megabits, settings = on_link(options, number, flops, packing)
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as name, link.slow_hosts(ranks, megabits) as hosts:
             folder, found = Path(name), []

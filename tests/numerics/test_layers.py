@@ -48,7 +48,7 @@ def run(folder: Path, words: list[str], compare_all: bool = False) -> list[Any]:
     """What each rank's worker prints. With ``compare_all``, a rank's text may instead be a traceback."""
     pytest.importorskip("transformers", reason="transformers comes with the test extra")
     arguments = [*TINY.split(), *words, "--trace", str(folder), "--ranks", "2", "--megabits", "500"]
-    _, settings = layers.on_link(layers.parsed(arguments), 0, 1e11)
+    _, settings = layers.on_link(layers.parsed(arguments), 0, 1e11, 8e9)
     text = json.dumps(dataclasses.asdict(settings))
     return run_ranks(2, _worker, text, str(folder), compare_all, timeout=500, expect_failure=compare_all, grouped=False)
 

@@ -48,27 +48,28 @@ def test_the_settings_reach_the_ranks() -> None:
         ["--layers", "1", "--hidden", "64", "--variants", "ring", "--phases", "decode", "training"]
         + ["--set", "sub_chunks=2", "--ranks", "2", "--megabits", "500"]
     )
-    megabits, settings = layers.on_link(options, 0, 1e11)
+    megabits, settings = layers.on_link(options, 0, 1e11, 8e9)
     assert megabits == 500 and settings.link == "500 Mbit/s"
     assert Settings.from_json(json.dumps(dataclasses.asdict(settings))) == settings
     assert (settings.sizes.layers, settings.sizes.hidden, settings.sizes.ffn) == (1, 64, layers.CPU.ffn)
     assert settings.switches == {"sub_chunks": "2"}
     assert settings.cases == (("decode", 1, 1), ("training", 1, 1024))
     told = json.loads(OverlapConfig(machine=settings.machine).machine or "")
-    assert told == {"link_bytes": 6.25e7, "matmul_flops": {"4": 1e11}}
+    assert told == {"link_bytes": 6.25e7, "matmul_flops": {"4": 1e11}, "packing_bytes": 8e9}
     assert 1e9 < layers.matmul_rate() < 1e13
+    assert 1e8 < layers.packing_rate()
 
 
 def test_the_link_s_rate_makes_matmuls_and_transfers_take_equally_long() -> None:
     """A layer of 2 ranks multiplies 12.84e6 weights by each token, half of them on each rank. Each of its two
     all-reduces sends 1024 fp32 features of each token once."""
     options = layers.parsed([])
-    assert options.ranks == [2, 4] and layers.on_link(options, 0, 1e11)[0] == 500
+    assert options.ranks == [2, 4] and layers.on_link(options, 0, 1e11, 8e9)[0] == 500
     seconds_of_matmuls, seconds_of_transfers = 12.84e6 / 1e11, 2 * 1024 * 4 / (500e6 / 8)
     assert seconds_of_matmuls == pytest.approx(seconds_of_transfers, rel=0.05)
-    assert layers.on_link(options, 1, 1e11)[0] == 750
+    assert layers.on_link(options, 1, 1e11, 8e9)[0] == 750
     assert [layers.rate_of_a_rank(8.0, ranks, 2) for ranks in (1, 2, 4)] == [8, 8, 4]
-    assert layers.on_link(layers.parsed(["--kv-heads", "8"]), 0, 1e11)[0] == 550
+    assert layers.on_link(layers.parsed(["--kv-heads", "8"]), 0, 1e11, 8e9)[0] == 550
 
 
 def test_cases_are_those_asked_for() -> None:
