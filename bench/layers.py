@@ -25,13 +25,14 @@ import dataclasses
 import json
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable
 from collections.abc import Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -170,39 +171,43 @@ def settings_of(options: argparse.Namespace, sizes: Sizes, link: str, machine: s
     )
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def at_once(measure: Callable[[], float], threads: int) -> float:
+    """The mean of what ``measure`` returns on each of ``threads`` threads that call it at the same time, with two
+    digits. Cores that are all busy are slower than one that is busy alone, and ranks keep all cores busy."""
+
+    def on_one_core() -> float:
+        torch.set_num_threads(1)
+        return measure()
+
+    before = torch.get_num_threads()
     try:
-        yield
+        with ThreadPoolExecutor(threads) as pool:
+            found = [pool.submit(on_one_core) for _ in range(threads)]
+            return float(f"{statistics.mean(one.result() for one in found):.1e}")
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
-def matmul_rate() -> float:
-    """FLOP/s of fp32 matmuls on one thread of this CPU. The shortest of several times counts."""
+def matmul_rate(repeats: int = 25) -> float:
+    """FLOP/s of fp32 matmuls on this thread. The median of several times counts."""
     x = torch.randn(1024, 1024)
-    with _one_thread():
-        seconds = min(timeit.repeat(lambda: x @ x, number=1, repeat=25))
-    return float(f"{2 * 1024**3 / seconds:.1e}")
+    return 2 * 1024**3 / statistics.median(timeit.repeat(lambda: x @ x, number=1, repeat=repeats))
 
 
-def packing_rate() -> float:
-    """B/s at which one thread of this CPU reads the right operand of an fp32 matmul again for each piece of 64 rows
-    (``Machine.packing_bytes``). The whole matmul and its pieces take turns, and the shortest time of each counts."""
+def packing_rate(repeats: int = 25) -> float:
+    """B/s at which this thread reads the right operand of an fp32 matmul again for each piece of 64 rows
+    (``Machine.packing_bytes``). The whole matmul and its pieces take turns, and the median of the differences
+    counts."""
     x, weight = torch.randn(PIECES * 64, 2048), torch.randn(1408, 2048)
     out = torch.empty(len(x), len(weight))
 
     def seconds(pieces: int) -> float:
         cut = list(zip(x.chunk(pieces), out.chunk(pieces), strict=True))
-        return timeit.timeit(lambda: [torch.mm(rows, weight.t(), out=to) for rows, to in cut], number=1)
+        return timeit.timeit(lambda: [torch.mm(left, weight.t(), out=to) for left, to in cut], number=1)
 
-    with _one_thread():
-        times = [(seconds(1), seconds(PIECES)) for _ in range(25)]
-    whole, cut = (min(of) for of in zip(*times, strict=True))
+    more = statistics.median(-seconds(1) + seconds(PIECES) for _ in range(repeats))
     # Where pieces cost nothing, any large rate says so.
-    return float(f"{weight.nbytes * (PIECES - 1) / max(cut - whole, 1e-6):.1e}")
+    return weight.nbytes * (PIECES - 1) / max(more, 1e-6)
 
 
 def rate_of_a_rank(rate: float, ranks: int, cores: int) -> float:
@@ -235,9 +240,9 @@ def on_slow_link(options: argparse.Namespace) -> None:
     if (reason := link.why_not()) is not None:
         raise SystemExit(reason)
     out, cores = options.out or rows.RESULTS / "layers_slow_link.jsonl", len(os.sched_getaffinity(0))
-    rates = matmul_rate(), packing_rate()
     for number, ranks in enumerate(options.ranks):
-        flops, packing = (rate_of_a_rank(rate, ranks, cores) for rate in rates)
+        busy = min(ranks, cores)
+        flops, packing = (rate_of_a_rank(at_once(of, busy), ranks, cores) for of in (matmul_rate, packing_rate))
         megabits, settings = on_link(options, number, flops, packing)
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as name, link.slow_hosts(ranks, megabits) as hosts:
