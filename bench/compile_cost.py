@@ -206,8 +206,8 @@ def measured(
     profile: cProfile.Profile | None = None,
 ) -> dict[str, Any]:
     reports.clear()
-    clock.seconds.clear()
     gc.collect()
+    clock.seconds.clear()
     with fresh_cache(), torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False):
         before, compiler = time.process_time(), resource.getrusage(resource.RUSAGE_CHILDREN)
         if profile is not None:
