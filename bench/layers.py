@@ -25,19 +25,14 @@ import dataclasses
 import json
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
-import timeit
-from collections.abc import Callable
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from bench import cpu_rates
 from bench import rows
 from bench import tables
 from bench.layer_programs import PHASES
@@ -54,8 +49,6 @@ ROOT = rows.RESULTS.parent.parent
 CPU = Sizes(layers=4, hidden=1024, ffn=2816, heads=16, kv_heads=16, vocabulary=1024, prompt=128)
 CPU_FROM_3_RANKS = dataclasses.replace(CPU, hidden=2048, ffn=5632)
 CUDA = Sizes(layers=4, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=32000)
-PIECES = 16
-"""Into how many pieces ``packing_rate`` cuts a matmul."""
 CPU_CASES = [
     (phase, 1, 1024)
     for phase in (
@@ -171,50 +164,6 @@ def settings_of(options: argparse.Namespace, sizes: Sizes, link: str, machine: s
     )
 
 
-def at_once(measure: Callable[[], float], threads: int) -> float:
-    """The mean of what ``measure`` returns on each of ``threads`` threads that call it at the same time, with two
-    digits. Cores that are all busy are slower than one that is busy alone, and ranks keep all cores busy."""
-
-    def on_one_core() -> float:
-        torch.set_num_threads(1)
-        return measure()
-
-    before = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            found = [pool.submit(on_one_core) for _ in range(threads)]
-            return float(f"{statistics.mean(one.result() for one in found):.1e}")
-    finally:
-        torch.set_num_threads(before)
-
-
-def matmul_rate(repeats: int = 25) -> float:
-    """FLOP/s of fp32 matmuls on this thread. The median of several times counts."""
-    x = torch.randn(1024, 1024)
-    return 2 * 1024**3 / statistics.median(timeit.repeat(lambda: x @ x, number=1, repeat=repeats))
-
-
-def packing_rate(repeats: int = 25) -> float:
-    """B/s at which this thread reads the right operand of an fp32 matmul again for each piece of 64 rows
-    (``Machine.packing_bytes``). The whole matmul and its pieces take turns, and the median of the differences
-    counts."""
-    x, weight = torch.randn(PIECES * 64, 2048), torch.randn(1408, 2048)
-    out = torch.empty(len(x), len(weight))
-
-    def seconds(pieces: int) -> float:
-        cut = list(zip(x.chunk(pieces), out.chunk(pieces), strict=True))
-        return timeit.timeit(lambda: [torch.mm(left, weight.t(), out=to) for left, to in cut], number=1)
-
-    more = statistics.median(-seconds(1) + seconds(PIECES) for _ in range(repeats))
-    # Where pieces cost nothing, any large rate says so.
-    return weight.nbytes * (PIECES - 1) / max(more, 1e-6)
-
-
-def rate_of_a_rank(rate: float, ranks: int, cores: int) -> float:
-    """``rate`` of a thread on a core of its own, for a rank. Ranks may share cores."""
-    return rate * min(1.0, cores / ranks)
-
-
 def equal_megabits(sizes: Sizes, ranks: int, flops: float) -> int:
     """The rate of the link at which the two all-reduces of a decoder layer's forward take as long as its matmuls. The
     rate does not depend on the number of tokens. Returns Mbit/s, a multiple of 50."""
@@ -241,8 +190,7 @@ def on_slow_link(options: argparse.Namespace) -> None:
         raise SystemExit(reason)
     out, cores = options.out or rows.RESULTS / "layers_slow_link.jsonl", len(os.sched_getaffinity(0))
     for number, ranks in enumerate(options.ranks):
-        busy = min(ranks, cores)
-        flops, packing = (rate_of_a_rank(at_once(of, busy), ranks, cores) for of in (matmul_rate, packing_rate))
+        flops, packing = (cpu_rates.of_a_rank(measure, ranks, cores) for measure in cpu_rates.BOTH)
         megabits, settings = on_link(options, number, flops, packing)
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as name, link.slow_hosts(ranks, megabits) as hosts:

@@ -28,7 +28,7 @@ class Machine:
         memory_bytes: B/s that a memory-bound kernel or a lookup reads and writes. One H100 reached 2.72e12.
         packing_bytes: rate (B/s) of repeated reads. If a matmul is cut into pieces, each piece reads the whole operand
             that is not cut. One core took 0.56 to 0.84 ms for 11.5 MB (fp32; 1024 rows, cut into 16 or 32 pieces).
-            ``bench.layers`` measures it. Very large on GPUs, whose matmuls read operands while they compute.
+            ``bench.cpu_rates`` measures it. Very large on GPUs, whose matmuls read operands while they compute.
         lookup_seconds: fixed cost of one lookup in a table. On an H100, 64 calls of ``embedding_bag`` took 680 us.
             Their reads and writes alone would take 50 us.
         launch_seconds: host time of two launches together: a matmul, and one kernel of pointwise ops before or after

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -57,30 +56,6 @@ def test_the_settings_reach_the_ranks() -> None:
     assert settings.cases == (("decode", 1, 1), ("training", 1, 1024))
     told = json.loads(OverlapConfig(machine=settings.machine).machine or "")
     assert told == {"link_bytes": 6.25e7, "matmul_flops": {"4": 1e11}, "packing_bytes": 8e9}
-    assert 1e9 < layers.at_once(layers.matmul_rate, 2) < 1e13
-
-
-def test_the_rate_of_repeated_reads_is_that_of_the_pieces_beyond_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weight has 1408 x 2048 elements of 4 bytes. The whole matmul takes 0.1 s, and its 16 pieces 0.4 s."""
-    calls = iter([0.1, 0.4, 0.2, 0.5])
-
-    def timed(multiply: Any, number: int) -> float:
-        multiply()
-        return next(calls)
-
-    monkeypatch.setattr(layers.timeit, "timeit", timed)
-    assert layers.packing_rate(repeats=2) == pytest.approx(1408 * 2048 * 4 * 15 / 0.3)
-    assert next(calls, None) is None
-
-
-def test_rates_are_measured_on_all_busy_cores_at_the_same_time() -> None:
-    together = threading.Barrier(3, timeout=60)
-
-    def measure() -> float:
-        assert torch.get_num_threads() == 1
-        return 1.23456 * (1 + together.wait() % 3)
-
-    assert layers.at_once(measure, 3) == 2.5
 
 
 def test_the_link_s_rate_makes_matmuls_and_transfers_take_equally_long() -> None:
@@ -91,7 +66,6 @@ def test_the_link_s_rate_makes_matmuls_and_transfers_take_equally_long() -> None
     seconds_of_matmuls, seconds_of_transfers = 12.84e6 / 1e11, 2 * 1024 * 4 / (500e6 / 8)
     assert seconds_of_matmuls == pytest.approx(seconds_of_transfers, rel=0.05)
     assert layers.on_link(options, 1, 1e11, 8e9)[0] == 750
-    assert [layers.rate_of_a_rank(8.0, ranks, 2) for ranks in (1, 2, 4)] == [8, 8, 4]
     assert layers.on_link(layers.parsed(["--kv-heads", "8"]), 0, 1e11, 8e9)[0] == 550
 
 
