@@ -34,15 +34,24 @@ def _sizes(layer: str, ranks: int, tokens: int) -> SiteSizes:
 @pytest.mark.parametrize(
     ("layer", "ranks", "overlapped"),
     [
-        ("mixtral", 2, [False, True, True]),
-        ("mixtral", 4, [False, False, True]),
-        ("64-experts", 2, [False, True, True]),
-        ("64-experts", 4, [False, False, True]),
+        ("mixtral", 2, [False, True, True, True]),
+        ("mixtral", 4, [False, False, True, True]),
+        ("64-experts", 2, [False, True, True, True]),
+        ("64-experts", 4, [False, False, False, True]),
     ],
 )
 def test_auto_overlaps_the_layers_that_gained(layer: str, ranks: int, overlapped: list[bool]) -> None:
-    found = [experts_cost.pays(_sizes(layer, ranks, tokens), H200S, 0) for tokens in (8192, 16384, 32768)]
+    found = []
+    for tokens in (4096, 8192, 16384, 32768):
+        reordered = tokens * LAYERS[layer][1] / ranks * LAYERS[layer][2] * 2 * 2
+        found.append(experts_cost.pays(_sizes(layer, ranks, tokens), H200S, 0, reordered))
     assert found == overlapped
+
+
+def test_copies_that_a_call_saves_count_at_inference_only() -> None:
+    sizes = _sizes("mixtral", 2, 8192)
+    assert experts_cost.pays(sizes, H200S, 0, 2e8) and not experts_cost.pays(sizes, H200S, 0, 0)
+    assert experts_cost.pays(sizes, H200S, 1, 2e10) is experts_cost.pays(sizes, H200S, 1, 0) is False
 
 
 def test_more_ranks_than_measured_need_a_larger_gain() -> None:

@@ -93,7 +93,8 @@ class ExpertsSchedule(OneOpSchedule):
     def seconds(self, site: OverlapSite, config: OverlapConfig) -> float:
         if not _is_experts(site):
             return super().seconds(site, config)
-        return experts_cost.seconds(sizes_at(site), machine_of(site, config), _copied_bytes(site))
+        copied, reordered = _copied_bytes(site), _reordered_bytes(site)
+        return experts_cost.seconds(sizes_at(site), machine_of(site, config), copied, reordered)
 
     def where_it_pays(
         self, site: OverlapSite, config: OverlapConfig, fewest: int = 0
@@ -106,7 +107,8 @@ class ExpertsSchedule(OneOpSchedule):
                 "ranks have different numbers of rows, so the op of experts in chunks cannot choose by the number when"
                 " the graph runs. Set OVERLAP_INDUCTOR_SCHEDULE=chunked to overlap the site at every number",
             )
-        pays = experts_cost.pays(sizes_at(site), machine_of(site, config), _copied_bytes(site))
+        copied, reordered = _copied_bytes(site), _reordered_bytes(site)
+        pays = experts_cost.pays(sizes_at(site), machine_of(site, config), copied, reordered)
         return self.forced(site, config) if pays else None
 
     def request(self, site: OverlapSite, piece: PlanPiece) -> Request | None:
@@ -153,6 +155,17 @@ def _copied_bytes(site: OverlapSite) -> float:
     nodes = nodes_of(site, DispatchedNodes)
     copied = (tools.value(n) for n in (*nodes.handed_out(), *nodes.operands().rows))
     return float(sum(rounded(hint(nodes.tokens)) * math.prod(t.shape[1:]) * t.element_size() for t in copied))
+
+
+def _reordered_bytes(site: OverlapSite) -> float:
+    """Bytes that the program as written brings into the order of the experts, or back, and the op does not. 0 unless
+    rows arrive in the order of the experts."""
+    nodes = nodes_of(site, DispatchedNodes)
+    if not nodes.arrive_sorted:
+        return 0.0
+    source = tools.value(nodes.dispatch.input)
+    row = source.shape[1] * source.element_size() + _result_bytes(nodes)
+    return float(rounded(hint(nodes.tokens)) * row)
 
 
 def _result_bytes(nodes: DispatchedNodes) -> int:

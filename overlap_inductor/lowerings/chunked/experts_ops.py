@@ -88,11 +88,11 @@ def _all_to_all_experts(
         return *_plain(x, index, ends, rows, whole, parsed, list(sent), list(received), group), token
     from overlap_inductor.lowerings.chunked.experts_launch import Layer
     from overlap_inductor.lowerings.chunked.experts_launch import all_to_all_experts
-    from overlap_inductor.lowerings.chunked.gated_pieces import weights_of
+    from overlap_inductor.lowerings.chunked.gated_pieces import weights_of_text
 
     # Only inside ``call_order`` may the ops of the merged program run (``grouped_ops``).
-    fast = merged_from_text(program, 1 + len(rows))
-    layer = Layer(x, index, ends, rows, whole, fast, weights_of(fast), sent, received, arrive_sorted)
+    fast, weights = merged_from_text(program, 1 + len(rows)), weights_of_text(program, 1 + len(rows))
+    layer = Layer(x, index, ends, rows, whole, fast, weights, sent, received, arrive_sorted)
     with call_order(x.device):
         return *all_to_all_experts(layer, launch, site), token
 

@@ -11,6 +11,7 @@ A ``RowProgram`` is *gated* if it consists of these two ops, as ``merged_program
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from overlap_inductor.lowerings.chunked.grouped_ops import prepared
 from overlap_inductor.lowerings.chunked.merged_program import GATED
 from overlap_inductor.lowerings.chunked.merged_program import GROUPED
 from overlap_inductor.lowerings.chunked.merged_program import NO_WORK
+from overlap_inductor.lowerings.chunked.merged_program import merged_from_text
 from overlap_inductor.sites.row_program import RowProgram
 from overlap_inductor.torch_compat.triton_launch import PreparedKernel
 
@@ -47,6 +49,12 @@ def weights_of(program: RowProgram) -> Weights | None:
     if (x, h, program.result) != ({"row": 0}, {"row": middle}, last):
         return None
     return Weights(gate["whole"], value["whole"], down["whole"])
+
+
+@functools.cache
+def weights_of_text(text: str, given: int) -> Weights | None:
+    """``weights_of`` for ``merged_from_text(text, given)``."""
+    return weights_of(merged_from_text(text, given))
 
 
 class GatedPieces:
