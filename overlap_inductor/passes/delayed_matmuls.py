@@ -8,8 +8,16 @@ section 2). Before and after, for the scatter of an unrolled ring::
     dx pieces: mm, exchange_send ...              ->  dw = after(mm(dy^T, x), last send)
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
-Matmuls also move under a gather of two ranks, because it starts all its transfers at once. With more ranks, the first
-wait of an unrolled ring also starts the next transfer, so no matmul moves under it.
+Matmuls also move under a gather of two ranks, because it starts all its transfers at once. With more ranks, each wait
+of an unrolled ring also starts a transfer. A whole matmul in front of one wait would delay all later transfers. So the
+rows of ``dw`` are cut into pieces, and a piece runs in front of every wait, or of every n-th wait (``MOST_PIECES``)::
+
+    dw = mm(dy^T, x)                                  g = gather_start(...)
+    g = gather_start(...)                             d0 = after(mm(dy^T[rows 0], x), g)
+    s0 = gather_step(g, 0)                        ->  s0 = gather_step(g, 0, [d0])
+    dx0 = mm(...)                                     dx0 = mm(...); d1 = after(mm(dy^T[rows 1], x), s0)
+    s1 = gather_step(g, 1)                            s1 = gather_step(g, 1, [d1])
+                                                      dw = cat([d0, d1])
 
 For a collective that stays in the graph::
 
@@ -21,7 +29,7 @@ Op ``after(x, y)`` returns ``x``. The kernel that computes ``x`` runs after the 
 
 Contract: the pass runs on a rewritten graph, before the graph's order is fixed. Matmuls move in two ways:
 
-- down, to a transfer's wait, with the views, casts and permutations of the matmul's result;
+- down, to a transfer's waits, with the views, casts and permutations of the matmul's result;
 - up, to before the wait for the rows that experts on other ranks return, with the nodes that the matmul needs.
 
 No result changes. Ranks may move different matmuls, because the exchange of data does not change.
@@ -34,6 +42,7 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -44,14 +53,17 @@ from overlap_inductor.sites.placement import movable
 from overlap_inductor.sites.placement import needed_behind
 from overlap_inductor.sites.row_steps import is_grouped_operator
 from overlap_inductor.torch_compat import operators
+from overlap_inductor.torch_compat.step_values import NOT_COPIED
 from overlap_inductor.torch_compat.step_values import evaluated
 from overlap_inductor.torch_compat.step_values import mark
 
-overlap = torch.ops.overlap_inductor
+aten, overlap = torch.ops.aten, torch.ops.overlap_inductor
 SITE = "overlap_site"
 """Metadata of a step: the id of its site."""
 _GATHER_STEP_ARGUMENTS = 8
 """Number of arguments of ``gather_step``, with ``computed``."""
+MOST_PIECES = 3
+"""Pieces of a matmul under a ring of more than two ranks. Each piece adds nodes that Inductor must compile."""
 LEAST = 0.1
 """A matmul moves only if the remaining exposed time is longer than this fraction of the matmul's time. A move costs
 memory: a delayed matmul keeps its operands for longer."""
@@ -59,11 +71,17 @@ memory: a delayed matmul keeps its operands for longer."""
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer in flight between ``start`` and ``wait``. ``seconds``: its estimated exposed time."""
+    """A transfer in flight between ``start`` and ``wait``.
+
+    Attributes:
+        seconds: its estimated exposed time.
+        later: further waits. ``wait``, and each of these but the last one, also start transfers.
+    """
 
     start: fx.Node
     wait: fx.Node
     seconds: float
+    later: tuple[fx.Node, ...] = ()
 
 
 def delay(
@@ -96,11 +114,14 @@ def delay(
             if left <= LEAST * seconds:
                 continue
             behind = _computed_from(node)
-            if behind is None or not _may_move(node, behind, wait):
+            if behind is None or not _may_move(node, behind, transfer):
                 continue
             left -= seconds
             free.remove(node)
-            under.append(_moved(node, behind, wait, transfer.start))
+            if transfer.later:
+                _spread(node, behind, transfer)
+            else:
+                under.append(_moved(node, behind, wait, transfer.start))
         if under and SITE in wait.meta:
             _wait_for(wait, under)
         elif under:
@@ -109,8 +130,9 @@ def delay(
 
 
 def _sites(graph: fx.Graph, exposed: Mapping[str, float], of_two: Collection[str]) -> Iterator[Transfer]:
-    """Yields a transfer for each site that starts all its transfers before its first wait. It lasts from the last send
-    to this wait. A matmul before the wait can hide all the site's transfers."""
+    """Yields a transfer for each site that starts a transfer before its first wait. It lasts from the last start before
+    this wait to this wait. If waits start no transfers, a matmul before the first wait can hide all of the site's.
+    """
     starting = overlap.exchange_send.default, overlap.gather_start.default
     waiting = overlap.exchange_wait.default, overlap.gather_step.default
     sends: dict[str, fx.Node] = {}
@@ -123,8 +145,8 @@ def _sites(graph: fx.Graph, exposed: Mapping[str, float], of_two: Collection[str
             waits.setdefault(site, []).append(node)
     for site, found in waits.items():
         passes_on = found[0].target is overlap.gather_step.default and site not in of_two
-        if site in sends and sends[site] < found[0] and not passes_on:
-            yield Transfer(sends[site], found[0], exposed[site])
+        if site in sends and sends[site] < found[0]:
+            yield Transfer(sends[site], found[0], exposed[site], tuple(found[1:]) if passes_on else ())
 
 
 def _hold_under_experts(graph: fx.Graph) -> None:
@@ -198,12 +220,14 @@ def _computed_from(node: fx.Node) -> list[fx.Node] | None:
     return sorted(found)
 
 
-def _may_move(node: fx.Node, behind: list[fx.Node], wait: fx.Node) -> bool:
-    """Whether ``node`` and ``behind`` may move to just before ``wait``: none writes in place, and no node in between
-    writes a tensor that they read."""
-    inside = {node, *behind}
+def _may_move(node: fx.Node, behind: list[fx.Node], transfer: Transfer) -> bool:
+    """Whether ``node`` and ``behind`` may move to just before the last wait: none writes in place, and no node in
+    between writes a tensor that they read. In front of several waits, only an ``mm`` may move: its rows can be cut."""
+    inside, last = {node, *behind}, (transfer.wait, *transfer.later)[-1]
+    if transfer.later and node.target is not aten.mm.default:
+        return False
     read = [i for n in inside for i in n.all_input_nodes if i not in inside]
-    return not tools.written_between(node, wait, read) and not any(operators.is_mutable(n) for n in inside)
+    return not tools.written_between(node, last, read) and not any(operators.is_mutable(n) for n in inside)
 
 
 def _moved(node: fx.Node, behind: list[fx.Node], wait: fx.Node, token: fx.Node) -> fx.Node:
@@ -218,6 +242,36 @@ def _moved(node: fx.Node, behind: list[fx.Node], wait: fx.Node, token: fx.Node) 
     for one in later:
         wait.prepend(one)
     return ordered
+
+
+def _spread(node: fx.Node, behind: list[fx.Node], transfer: Transfer) -> None:
+    """Cut the rows of ``node``, an ``mm``, into pieces that run in front of the waits, evenly among them. ``behind``
+    moves to the last piece."""
+    graph, (lhs, rhs), rows = node.graph, node.args, tools.shape(node)[0]
+    every = transfer.wait, *transfer.later
+    waits = every[:: -(-len(every) // MOST_PIECES)][:rows]
+    bounds = [rows * i // len(waits) for i in range(len(waits) + 1)]
+    kept = {key: value for key, value in node.meta.items() if key not in NOT_COPIED}
+
+    def call(target: torch._ops.OpOverload, *args: object) -> fx.Node:
+        made = graph.call_function(target, args)  # type: ignore[arg-type]
+        made.meta = {**kept, "val": evaluated(made)}
+        mark(made)
+        return made
+
+    pieces: list[fx.Node] = []
+    for wait, (first, end) in zip(waits, pairwise(bounds), strict=True):
+        before = next((w for w, following in pairwise(every) if following is wait), transfer.start)
+        with graph.inserting_before(wait):
+            piece = call(aten.mm.default, call(aten.slice.Tensor, lhs, 0, first, end), rhs)
+            pieces.append(call(overlap.after.default, piece, before))
+        _wait_for(wait, pieces[-1:])
+    with graph.inserting_before(waits[-1]):
+        whole = call(aten.cat.default, pieces)
+    for one in [n for n in behind if n < waits[-1]]:
+        waits[-1].prepend(one)
+    node.replace_all_uses_with(whole)
+    graph.erase_node(node)
 
 
 def _wait_for(wait: fx.Node, under: list[fx.Node]) -> None:
