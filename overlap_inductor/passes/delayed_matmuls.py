@@ -9,8 +9,8 @@ section 2). Before and after, for the scatter of an unrolled ring::
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
 Matmuls also move under a gather of two ranks, because it starts all its transfers at once. With more ranks, each wait
-of an unrolled ring also starts a transfer. A whole matmul in front of one wait would delay all later transfers. So the
-rows of ``dw`` are cut into pieces, and a piece runs in front of every wait, or of every n-th wait (``MOST_PIECES``)::
+of an unrolled ring, but the last ones, also starts a transfer. A long matmul in front of one wait would delay all later
+transfers. So the rows of ``dw`` are cut into pieces, which run in front of several waits (``MOST_PIECES``)::
 
     dw = mm(dy^T, x)                                  g = gather_start(...)
     g = gather_start(...)                             d0 = after(mm(dy^T[rows 0], x), g)
@@ -32,11 +32,13 @@ Contract: the pass runs on a rewritten graph, before the graph's order is fixed.
 - down, to a transfer's waits, with the views, casts and permutations of the matmul's result;
 - up, to before the wait for the rows that experts on other ranks return, with the nodes that the matmul needs.
 
-No result changes. Ranks may move different matmuls, because the exchange of data does not change.
+Each result is the sum of the same products. A piece may round it differently, because the vendor's library may choose
+another kernel for fewer rows. Ranks may move different matmuls, because the exchange of data does not change.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -62,8 +64,10 @@ SITE = "overlap_site"
 """Metadata of a step: the id of its site."""
 _GATHER_STEP_ARGUMENTS = 8
 """Number of arguments of ``gather_step``, with ``computed``."""
-MOST_PIECES = 3
-"""Pieces of a matmul under a ring of more than two ranks. Each piece adds nodes that Inductor must compile."""
+MOST_PIECES, ALIGNED = 3, 64
+"""A matmul under a ring of more than two ranks is cut into at most so many pieces, because each piece adds nodes that
+Inductor must compile. A piece begins at a multiple of ``ALIGNED`` rows, because libraries are slow with rows that are
+not aligned."""
 LEAST = 0.1
 """A matmul moves only if the remaining exposed time is longer than this fraction of the matmul's time. A move costs
 memory: a delayed matmul keeps its operands for longer."""
@@ -71,11 +75,12 @@ memory: a delayed matmul keeps its operands for longer."""
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer in flight between ``start`` and ``wait``.
+    """A transfer in flight between ``start`` and ``wait``, or a ring of transfers.
 
     Attributes:
-        seconds: its estimated exposed time.
-        later: further waits. ``wait``, and each of these but the last one, also start transfers.
+        start: the last node before ``wait`` that starts a transfer.
+        seconds: the estimated exposed time of the site or collective.
+        later: the ring's further waits. The waits of a ring also start transfers.
     """
 
     start: fx.Node
@@ -107,7 +112,7 @@ def delay(
     free = [n for n in graph.nodes if _may_wait(n)]
     # The longest exposed time comes first, because a matmul can hide only one transfer.
     for transfer in sorted([*_sites(graph, exposed, of_two), *kept], key=lambda t: -t.seconds):
-        wait, left = transfer.wait, transfer.seconds
+        wait, left, spread = transfer.wait, transfer.seconds, 0
         under: list[fx.Node] = []
         for node in reversed([n for n in free if n < wait]):
             seconds = _seconds(node, rates)
@@ -119,7 +124,8 @@ def delay(
             left -= seconds
             free.remove(node)
             if transfer.later:
-                _spread(node, behind, transfer)
+                _spread(node, behind, transfer, seconds, spread)
+                spread += 1
             else:
                 under.append(_moved(node, behind, wait, transfer.start))
         if under and SITE in wait.meta:
@@ -222,9 +228,10 @@ def _computed_from(node: fx.Node) -> list[fx.Node] | None:
 
 def _may_move(node: fx.Node, behind: list[fx.Node], transfer: Transfer) -> bool:
     """Whether ``node`` and ``behind`` may move to just before the last wait: none writes in place, and no node in
-    between writes a tensor that they read. In front of several waits, only an ``mm`` may move: its rows can be cut."""
+    between writes a tensor that they read. Under a ring, only an ``mm`` may move, which ``_spread`` can cut. Gradients
+    of weights are ``mm``."""
     inside, last = {node, *behind}, (transfer.wait, *transfer.later)[-1]
-    if transfer.later and node.target is not aten.mm.default:
+    if transfer.later and (node.target is not aten.mm.default or not tools.numel(tools.shape(node))):
         return False
     read = [i for n in inside for i in n.all_input_nodes if i not in inside]
     return not tools.written_between(node, last, read) and not any(operators.is_mutable(n) for n in inside)
@@ -244,13 +251,22 @@ def _moved(node: fx.Node, behind: list[fx.Node], wait: fx.Node, token: fx.Node) 
     return ordered
 
 
-def _spread(node: fx.Node, behind: list[fx.Node], transfer: Transfer) -> None:
-    """Cut the rows of ``node``, an ``mm``, into pieces that run in front of the waits, evenly among them. ``behind``
-    moves to the last piece."""
+def _spread(node: fx.Node, behind: list[fx.Node], transfer: Transfer, seconds: float, before: int) -> None:
+    """Cut the rows of ``node``, an ``mm``, into pieces that run in front of waits of a ring. A matmul that is no longer
+    than the exposed time at one wait is not cut. ``behind`` moves to the last piece. Joining the pieces copies the
+    product once.
+
+    Args:
+        seconds: estimated time of ``node``.
+        before: how many matmuls were spread under this ring before. Each begins at another wait.
+    """
     graph, (lhs, rhs), rows = node.graph, node.args, tools.shape(node)[0]
     every = transfer.wait, *transfer.later
-    waits = every[:: -(-len(every) // MOST_PIECES)][:rows]
-    bounds = [rows * i // len(waits) for i in range(len(waits) + 1)]
+    most = min(MOST_PIECES, math.ceil(seconds * len(every) / transfer.seconds), -(-rows // ALIGNED))
+    step = -(-len(every) // most)
+    waits = every[before % step :: step]
+    bounds = [*(rows * i // len(waits) // ALIGNED * ALIGNED for i in range(len(waits))), rows]
+    parts = [(w, first, end) for w, (first, end) in zip(waits, pairwise(bounds), strict=True) if first < end]
     kept = {key: value for key, value in node.meta.items() if key not in NOT_COPIED}
 
     def call(target: torch._ops.OpOverload, *args: object) -> fx.Node:
@@ -260,16 +276,17 @@ def _spread(node: fx.Node, behind: list[fx.Node], transfer: Transfer) -> None:
         return made
 
     pieces: list[fx.Node] = []
-    for wait, (first, end) in zip(waits, pairwise(bounds), strict=True):
-        before = next((w for w, following in pairwise(every) if following is wait), transfer.start)
+    for wait, first, end in parts:
+        token = next((w for w, following in pairwise(every) if following is wait), transfer.start)
         with graph.inserting_before(wait):
-            piece = call(aten.mm.default, call(aten.slice.Tensor, lhs, 0, first, end), rhs)
-            pieces.append(call(overlap.after.default, piece, before))
+            cut = lhs if end - first == rows else call(aten.slice.Tensor, lhs, 0, first, end)
+            pieces.append(call(overlap.after.default, call(aten.mm.default, cut, rhs), token))
         _wait_for(wait, pieces[-1:])
-    with graph.inserting_before(waits[-1]):
-        whole = call(aten.cat.default, pieces)
-    for one in [n for n in behind if n < waits[-1]]:
-        waits[-1].prepend(one)
+    last = parts[-1][0]
+    with graph.inserting_before(last):
+        whole = call(aten.cat.default, pieces) if len(pieces) > 1 else pieces[0]
+    for one in [n for n in behind if n < last]:
+        last.prepend(one)
     node.replace_all_uses_with(whole)
     graph.erase_node(node)
 

@@ -69,14 +69,16 @@ def test_a_gradient_stays_where_it_does_not_help() -> None:
         assert not any("overlap_inductor.after.default" in line for line in lines)
 
 
-def _beside_a_gather(world_size: int, rows: int, sub_chunks: int) -> list[str]:
-    """The lines of a rewritten graph that computes a gradient of ``rows`` rows, and then has one gather."""
+def _beside_a_gather(world_size: int, *rows: int, columns: int = 2000, sub_chunks: int = 1) -> list[str]:
+    """The lines of a rewritten graph that computes gradients of so many rows, and then has one gather. Each gradient is
+    transposed."""
     with fake_group(world_size):
         made = HandGraph()
-        dw = made.mm(made.input(rows, 8, name="dy"), made.input(*SMALL, name="features"))
-        turned = made.call(aten.permute.default, dw, [1, 0])
+        features = made.input(8, columns, name="features")
+        gradients = [made.mm(made.input(n, 8, name=f"dy{i}"), features) for i, n in enumerate(rows)]
+        turned = [made.call(aten.permute.default, dw, [1, 0]) for dw in gradients]
         y = made.mm(made.gather(made.input(512, 16)), made.input(16, 32, name="w"))
-        report = made.output(y, turned).run(sub_chunks=sub_chunks)
+        report = made.output(y, *turned).run(sub_chunks=sub_chunks)
     assert not report.failures and [s.decision.status for s in report.sites] == ["overlapped"]
     return report.after.splitlines()
 
@@ -87,35 +89,53 @@ def _places(lines: list[str], text: str) -> list[int]:
 
 def test_a_gradient_runs_under_a_gather_of_two_ranks() -> None:
     """Two ranks start all sends of a gather at once, so the whole gradient runs before the first wait."""
-    lines = _beside_a_gather(2, 64, 2)
+    lines = _beside_a_gather(2, 64, sub_chunks=2)
     start, gradient, wait = (
         _place(lines, text) for text in ("gather_start.default", "[64, 2000] = aten.mm", "gather_step.d")
     )
     assert start < gradient < wait and "[after_default]" in lines[wait]
 
 
+LONG = 30_000
+"""Columns of a gradient that takes longer than the transfers of the gather."""
+
+
 @pytest.mark.parametrize(("sub_chunks", "waits"), [(1, [0, 1, 2]), (2, [0, 2, 4])])
 def test_a_gradient_is_spread_under_a_gather_of_more_ranks(sub_chunks: int, waits: list[int]) -> None:
     """With four ranks, each wait also passes a shard on. So a third of the gradient runs before each shard's first
     wait, and after the wait in front of that."""
-    lines = _beside_a_gather(4, 64, sub_chunks)
+    lines = _beside_a_gather(4, 200, columns=LONG, sub_chunks=sub_chunks)
     steps = _places(lines, "gather_step.default(")
-    pieces = [_place(lines, f"[{rows}, 2000] = aten.mm") for rows in (21, 22)]
-    after = _places(lines, ", 2000] = overlap_inductor.after.default(")
+    cuts = [re.search(r"slice.Tensor\(dy0, 0, (\d+), (\d+)\)", line) for line in lines]
+    assert [tuple(map(int, cut.groups())) for cut in cuts if cut] == [(0, 64), (64, 128), (128, 200)]
+    after = _places(lines, f", {LONG}] = overlap_inductor.after.default(")
     assert len(steps) == 3 * sub_chunks and len(after) == 3
-    for number, (ordered, wait) in enumerate(zip(after, waits, strict=True)):
+    for ordered, wait in zip(after, waits, strict=True):
         before = steps[wait - 1] if wait else _place(lines, "gather_start.default")
-        name, token = (lines[line].split(":")[0].strip() for line in (ordered, before))
-        assert before < ordered < steps[wait], number
-        assert re.search(rf"\b{token}\b", lines[ordered]) and f"[{name}]" in lines[steps[wait]]
-    assert pieces[0] > _place(lines, "gather_start.default")
-    joined = _place(lines, "[64, 2000] = aten.cat.default(")
-    assert after[-1] < joined < _place(lines, "[2000, 64] = aten.permute.default(") < steps[waits[-1]]
+        name, token = (_name(lines[line]) for line in (ordered, before))
+        assert before < ordered - 1 and "= aten.mm.default(slice" in lines[ordered - 1]
+        assert (
+            re.search(rf"\b{token}\b", lines[ordered]) and f"[{name}]" in lines[steps[wait]] and ordered < steps[wait]
+        )
+    joined = _place(lines, f"[200, {LONG}] = aten.cat.default([{', '.join(_name(lines[i]) for i in after)}])")
+    assert after[-1] < joined < _place(lines, f"[{LONG}, 200] = aten.permute.default(") < steps[waits[-1]]
 
 
-def test_a_gradient_of_few_rows_is_cut_into_rows() -> None:
-    lines = _beside_a_gather(4, 2, 1)
-    assert len(_places(lines, "[1, 2000] = aten.mm")) == 2
+def _name(line: str) -> str:
+    return line.split(":")[0].strip()
+
+
+def test_short_gradients_run_whole_before_one_wait_each() -> None:
+    lines = _beside_a_gather(4, 64, 64, columns=400)
+    steps, after = _places(lines, "gather_step.default("), _places(lines, "[64, 400] = overlap_inductor.after.default(")
+    assert len(after) == 2 and "aten.cat" not in "".join(lines)
+    # The latest gradient moves first.
+    assert after[0] < steps[0] < after[1] < steps[1]
+
+
+def test_a_gradient_without_elements_stays() -> None:
+    lines = _beside_a_gather(4, 0)
+    assert not _places(lines, "overlap_inductor.after.default(")
 
 
 @pytest.mark.parametrize(("world_size", "pattern"), [(2, "all_gather_matmul"), (4, "matmul_reduce_scatter")])

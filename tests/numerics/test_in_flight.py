@@ -82,3 +82,40 @@ def test_transfers_are_in_flight_while_matmuls_run() -> None:
         for name in ("gather keep", "scatter keep"):
             (matmul,) = trace[name]["aten::mm"]
             assert not any(_under(matmul, spans) for event, spans in trace[name].items() if "gloo" in event)
+
+
+def _with_gradient(rank: int, world_size: int) -> tuple[list[float], list[tuple[str, float]]]:
+    """``(errors of both results, [(op, start)] in order of time)`` of a gather, a matmul and a weight's gradient."""
+    import overlap_inductor
+
+    def function(
+        x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gradient = dy.t() @ features
+        return all_gather(x, 0, dist.group.WORLD) @ w, gradient
+
+    compile_anew()
+    torch.manual_seed(rank)
+    inputs = torch.randn(64, 64), torch.randn(64, 64), torch.randn(8, 200), torch.randn(8, 8192)
+    # With ``reorder_for_locality``, Inductor moves the gradient behind the gather before this package's pass runs.
+    with overlap_inductor.overlap(sub_chunks=2, schedule="ring"):
+        compiled: Any = torch.compile(function, options={"reorder_for_locality": False})
+        compiled(*inputs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = compiled(*inputs)
+    errors = [(f - e).abs().max().item() for f, e in zip(found, function(*inputs), strict=True)]
+    # The range of a step whose name has the site's id lies inside the range of the op.
+    starts = ("aten::mm", "overlap_inductor::gather_step ")
+    events = [(e.name.split(" ")[0], e.time_range.start) for e in profile.events() if e.name.startswith(starts)]
+    return errors, sorted(events, key=lambda event: event[1])
+
+
+def test_pieces_of_a_gradient_run_between_the_waits_of_a_ring() -> None:
+    """Three ranks wait four times. The gradient's two pieces run in front of the first and of the third wait."""
+    for errors, events in run_ranks(3, _with_gradient):
+        assert max(errors) < 1e-4
+        counts, matmuls = [], 0
+        for name, _ in events:
+            matmuls += name == "aten::mm"
+            counts += [matmuls] if name != "aten::mm" else []
+        assert counts == [2, 3, 5, 6] and matmuls == 7, events

@@ -158,8 +158,8 @@ def _copied_bytes(site: OverlapSite) -> float:
 
 
 def _reordered_bytes(site: OverlapSite) -> float:
-    """Bytes that the program as written brings into the order of the experts, or back, and the op does not. 0 unless
-    rows arrive in the order of the experts."""
+    """Bytes of the rows that the program permutes and the op does not, if as many rows arrive as the rank sends. 0
+    unless rows arrive in the order of the experts."""
     nodes = nodes_of(site, DispatchedNodes)
     if not nodes.arrive_sorted:
         return 0.0

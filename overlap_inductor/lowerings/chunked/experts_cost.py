@@ -13,15 +13,15 @@ from overlap_inductor.facts.machine import Machine
 EXPOSED = 0.1
 """Exposed fraction of the shorter of matmuls and transfers."""
 PIECE_SECONDS = 75e-6
-"""GPU time that a piece adds, because tiles are not full and weights are read again. Mixtral's layer gained nothing
-with 8192 tokens on 2 GPUs, and 1.05 with 16384."""
+"""GPU time that a piece adds, because tiles are not full and weights are read again. On 2 GPUs, Mixtral's layer
+of 8192 tokens was 0.98 to 1.05 times as fast as plain (five runs), and that of 16384 tokens 1.04 to 1.07 times."""
 MARGIN = 1.04
 """``auto`` overlaps a layer in a measured group if its estimate is faster by this factor. It is less than that of other
 sites, because Mixtral's layers gained more than was estimated: 1.05 to 1.07 (16384 tokens) and 1.11 (32768)."""
 HOST_SECONDS, PEER_SECONDS = 0.85e-3, 0.25e-3
 """Host time of a call's launches, and of the piece of each peer. On a host without other work, calls of 2 ranks took
-0.4 to 0.6 ms, and calls of 4 ranks 0.8 ms. On busy hosts, layers of 8192 tokens on 2 GPUs and of 16384 on 4 lost up to
-30 %, so the constants are larger."""
+0.4 to 0.6 ms, and calls of 4 ranks 0.8 ms. Beside other programs, 64 experts with 8192 tokens on 2 GPUs, and with 16384
+on 4, lost up to 30 %. So the constants are larger."""
 RANKS = 4
 """The largest measured group."""
 
@@ -30,37 +30,41 @@ COPIES = 0.4
 """Part of the memory's rate at which values are copied into, or taken from, the order of the experts. It was not
 measured in this op; kernels of ``index_copy_`` are slow."""
 REORDERED = 0.6
-"""The same for the kernels that Inductor writes for the program as written: they read and write 134 MB each in 160 to
-165 us (H200)."""
+"""Part of the memory's rate at which the program as written brings rows into the order of the experts or back: a kernel
+of Inductor reads 134 MB and writes 134 MB in 160 to 165 us (H200)."""
 
 
 def seconds(sizes: SiteSizes, machine: Machine, copied: float, reordered: float = 0.0) -> float:
-    """The sum of
+    """The seconds of a call, less those of copies that only the program as written makes. A call takes as long as the
+    host needs to launch it, or longer: the sum of
 
     - the longer of matmuls and transfers
     - an exposed fraction of the shorter one
     - the time that each piece adds
     - the copies of values that other nodes read, and of saved values that the experts read: ``copied`` bytes
 
-    Each peer's piece reads the weights of all experts while it multiplies. The call takes at least as long as the host
-    needs to launch it.
+    Each peer's piece reads the weights of all experts while it multiplies.
 
-    The program as written also brings ``reordered`` bytes into the order of the experts or back. The call does not if
-    rows arrive in this order, so the time of these copies is subtracted.
+    ``reordered``: bytes that the program as written brings into the order of the experts, or back, and the call does
+    not, because rows arrive in this order. They count only where they were measured (``_measured``).
     """
     matmul = max(matmul_seconds(sizes, machine), sizes.world_size * sizes.weights / machine.memory_bytes)
     wire = sizes.legs * sizes.bytes_sent / machine.link_bytes
-    copies, saved = (2 * n / (part * machine.memory_bytes) for n, part in ((copied, COPIES), (reordered, REORDERED)))
+    copies = 2 * copied / (COPIES * machine.memory_bytes)
+    saved = 2 * reordered / (REORDERED * machine.memory_bytes) if _measured(sizes, copied) else 0.0
     host = HOST_SECONDS + (sizes.world_size - 1) * PEER_SECONDS
     pieces = sizes.world_size * PIECE_SECONDS
     return max(max(matmul, wire) + EXPOSED * min(matmul, wire) + pieces + copies, host) - saved
 
 
+def _measured(sizes: SiteSizes, copied: float) -> bool:
+    """Whether such calls gained where they were timed: in groups of few ranks, at inference. In training, values are
+    copied, and calls were slower."""
+    return sizes.world_size <= RANKS and not copied
+
+
 def pays(sizes: SiteSizes, machine: Machine, copied: float, reordered: float = 0.0) -> bool:
-    """Whether the call is estimated to be more than 4 % faster than ``keep``. It must be 25 % in groups larger than
-    those measured, and if values are copied, as in training, which was slower where it was timed. There, copies that
-    the call saves do not count."""
+    """Whether the call is estimated to be more than 4 % faster than ``keep``, or 25 % where that was not measured."""
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    if sizes.world_size <= RANKS and not copied:
-        return seconds(sizes, machine, copied, reordered) * MARGIN < keep
-    return seconds(sizes, machine, copied) * MARGIN_UNMEASURED < keep
+    margin = MARGIN if _measured(sizes, copied) else MARGIN_UNMEASURED
+    return seconds(sizes, machine, copied, reordered) * margin < keep
