@@ -45,6 +45,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
@@ -269,8 +270,8 @@ def _spread(node: fx.Node, behind: list[fx.Node], transfer: Transfer, seconds: f
     parts = [(w, first, end) for w, (first, end) in zip(waits, pairwise(bounds), strict=True) if first < end]
     kept = {key: value for key, value in node.meta.items() if key not in NOT_COPIED}
 
-    def call(target: torch._ops.OpOverload, *args: object) -> fx.Node:
-        made = graph.call_function(target, args)  # type: ignore[arg-type]
+    def call(target: Any, *args: object) -> fx.Node:
+        made = graph.call_function(target, args)
         made.meta = {**kept, "val": evaluated(made)}
         mark(made)
         return made

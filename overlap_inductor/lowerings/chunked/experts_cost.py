@@ -30,7 +30,7 @@ COPIES = 0.4
 """Part of the memory's rate at which values are copied into, or taken from, the order of the experts. It was not
 measured in this op; kernels of ``index_copy_`` are slow."""
 REORDERED = 0.6
-"""Part of the memory's rate at which the program as written brings rows into the order of the experts or back: a kernel
+"""Part of the memory's rate at which the program as written brings rows into the order of the experts or back. A kernel
 of Inductor reads 134 MB and writes 134 MB in 160 to 165 us (H200)."""
 
 
