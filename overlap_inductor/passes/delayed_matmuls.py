@@ -9,8 +9,8 @@ section 2). Before and after, for the scatter of an unrolled ring::
     exchange_wait(buffer, [pieces])                   exchange_wait(buffer, [pieces, dw])
 
 Matmuls also move under a gather of two ranks, because it starts all its transfers at once. With more ranks, each wait
-of an unrolled ring, but the last ones, also starts a transfer. A long matmul in front of one wait would delay all later
-transfers. So the rows of ``dw`` are cut into pieces, which run in front of several waits (``MOST_PIECES``)::
+of an unrolled ring also starts a transfer, except the last ones. A long matmul in front of one wait would delay all
+later transfers. So the rows of ``dw`` are cut into pieces, which run in front of several waits (``MOST_PIECES``)::
 
     dw = mm(dy^T, x)                                  g = gather_start(...)
     g = gather_start(...)                             d0 = after(mm(dy^T[rows 0], x), g)
@@ -259,14 +259,16 @@ def _spread(node: fx.Node, behind: list[fx.Node], transfer: Transfer, seconds: f
 
     Args:
         seconds: estimated time of ``node``.
-        before: how many matmuls were spread under this ring before. Each begins at another wait.
+        before: how many matmuls were spread under this ring before. If there are more waits than pieces, the next
+            matmul begins one wait later.
     """
     graph, (lhs, rhs), rows = node.graph, node.args, tools.shape(node)[0]
     every = transfer.wait, *transfer.later
-    most = min(MOST_PIECES, math.ceil(seconds * len(every) / transfer.seconds), -(-rows // ALIGNED))
+    most = max(1, min(MOST_PIECES, math.ceil(seconds * len(every) / transfer.seconds), -(-rows // ALIGNED)))
     step = -(-len(every) // most)
-    waits = every[before % step :: step]
-    bounds = [*(rows * i // len(waits) // ALIGNED * ALIGNED for i in range(len(waits))), rows]
+    chosen = {(before % step + first) % len(every) for first in range(0, len(every), step)}
+    waits = [every[index] for index in sorted(chosen)]
+    bounds = [*(round(rows * i / len(waits) / ALIGNED) * ALIGNED for i in range(len(waits))), rows]
     parts = [(w, first, end) for w, (first, end) in zip(waits, pairwise(bounds), strict=True) if first < end]
     kept = {key: value for key, value in node.meta.items() if key not in NOT_COPIED}
 

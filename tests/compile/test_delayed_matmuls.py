@@ -102,8 +102,8 @@ LONG = 30_000
 
 @pytest.mark.parametrize(("sub_chunks", "waits"), [(1, [0, 1, 2]), (2, [0, 2, 4])])
 def test_a_gradient_is_spread_under_a_gather_of_more_ranks(sub_chunks: int, waits: list[int]) -> None:
-    """With four ranks, each wait also passes a shard on. So a third of the gradient runs before each shard's first
-    wait, and after the wait in front of that."""
+    """With four ranks, waits also pass shards on. So a third of the gradient runs before each shard's first wait, and
+    after the wait in front of that, if there is one."""
     lines = _beside_a_gather(4, 200, columns=LONG, sub_chunks=sub_chunks)
     steps = _places(lines, "gather_step.default(")
     cuts = [re.search(r"slice.Tensor\(dy0, 0, (\d+), (\d+)\)", line) for line in lines]
@@ -131,11 +131,33 @@ def test_short_gradients_run_whole_before_one_wait_each() -> None:
     assert len(after) == 2 and "aten.cat" not in "".join(lines)
     # The latest gradient moves first.
     assert after[0] < steps[0] < after[1] < steps[1]
+    assert [re.search(r"dy\d", lines[line - 1]).group() for line in after] == ["dy1", "dy0"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rows", [65, 100, 127])
+def test_the_second_of_two_gradients_takes_the_other_waits(rows: int) -> None:
+    """Two pieces and six waits: the first gradient takes waits 0 and 3, the second one waits 1 and 4."""
+    lines = _beside_a_gather(4, rows, rows, columns=8000, sub_chunks=2)
+    steps = _places(lines, "gather_step.default(")
+    after = _places(lines, ", 8000] = overlap_inductor.after.default(")
+    taken = [next(i for i, step in enumerate(steps) if line < step) for line in after]
+    assert taken == [0, 1, 3, 4]
+    assert len(_places(lines, "[64, 8000] = aten.mm")) == len(_places(lines, f"[{rows - 64}, 8000] = aten.mm")) == 2
 
 
 def test_a_gradient_without_elements_stays() -> None:
     lines = _beside_a_gather(4, 0)
     assert not _places(lines, "overlap_inductor.after.default(")
+
+
+def test_a_gradient_of_no_tokens_moves_whole() -> None:
+    with fake_group(4):
+        made = HandGraph()
+        dw = made.mm(made.input(200, 0, name="dy"), made.input(0, 2000, name="features"))
+        y = made.mm(made.gather(made.input(512, 16)), made.input(16, 32, name="w"))
+        report = made.output(y, dw).run(sub_chunks=1)
+    assert not report.failures and [s.decision.status for s in report.sites] == ["overlapped"]
+    assert len(_places(report.after.splitlines(), "[200, 2000] = overlap_inductor.after.default(")) == 1
 
 
 @pytest.mark.parametrize(("world_size", "pattern"), [(2, "all_gather_matmul"), (4, "matmul_reduce_scatter")])
