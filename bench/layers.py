@@ -190,7 +190,7 @@ def on_slow_link(options: argparse.Namespace) -> None:
         raise SystemExit(reason)
     out, cores = options.out or rows.RESULTS / "layers_slow_link.jsonl", len(os.sched_getaffinity(0))
     for number, ranks in enumerate(options.ranks):
-        flops, packing = (cpu_rates.of_a_rank(measure, ranks, cores) for measure in cpu_rates.BOTH)
+        flops, packing = (cpu_rates.of_a_rank(measure, ranks, cores) for measure in cpu_rates.TOLD)
         megabits, settings = on_link(options, number, flops, packing)
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as name, link.slow_hosts(ranks, megabits) as hosts:

@@ -266,10 +266,9 @@ def _spread(node: fx.Node, behind: list[fx.Node], transfer: Transfer, seconds: f
     every = transfer.wait, *transfer.later
     most = max(1, min(MOST_PIECES, math.ceil(seconds * len(every) / transfer.seconds), -(-rows // ALIGNED)))
     step = -(-len(every) // most)
-    chosen = {(before % step + first) % len(every) for first in range(0, len(every), step)}
-    waits = [every[index] for index in sorted(chosen)]
-    bounds = [*(round(rows * i / len(waits) / ALIGNED) * ALIGNED for i in range(len(waits))), rows]
-    parts = [(w, first, end) for w, (first, end) in zip(waits, pairwise(bounds), strict=True) if first < end]
+    chosen = sorted({(before % step + first) % len(every) for first in range(0, len(every), step)})
+    bounds = [*(round(rows * i / len(chosen) / ALIGNED) * ALIGNED for i in range(len(chosen))), rows]
+    parts = [(index, *part) for index, part in zip(chosen, pairwise(bounds), strict=True) if part[0] < part[1]]
     kept = {key: value for key, value in node.meta.items() if key not in NOT_COPIED}
 
     def call(target: Any, *args: object) -> fx.Node:
@@ -279,13 +278,13 @@ def _spread(node: fx.Node, behind: list[fx.Node], transfer: Transfer, seconds: f
         return made
 
     pieces: list[fx.Node] = []
-    for wait, first, end in parts:
-        token = next((w for w, following in pairwise(every) if following is wait), transfer.start)
+    for index, first, end in parts:
+        wait, token = every[index], every[index - 1] if index else transfer.start
         with graph.inserting_before(wait):
             cut = lhs if end - first == rows else call(aten.slice.Tensor, lhs, 0, first, end)
             pieces.append(call(overlap.after.default, call(aten.mm.default, cut, rhs), token))
         _wait_for(wait, pieces[-1:])
-    last = parts[-1][0]
+    last = every[parts[-1][0]]
     with graph.inserting_before(last):
         whole = call(aten.cat.default, pieces) if len(pieces) > 1 else pieces[0]
     for one in [n for n in behind if n < last]:
