@@ -1,27 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures rates of this CPU that the estimates of schedule ``ring`` need (``overlap_inductor.facts.machine``).
 
-Cores that are all busy are slower than a core that is busy alone: 10 to 20 % on a machine of two cores. Ranks keep all
-their cores busy, so all these cores are timed at the same time.
+The matmuls are those of a rank in ``bench.layers``: 1024 tokens, and weights that were not used just before. As many
+threads as ranks measure at once, because ranks share cores, caches and memory. Each thread counts its CPU time, which
+does not include the turns of others.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import time
 import timeit
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-PIECES, ROWS = 16, 64
-"""``packing_rate`` cuts a matmul into this many pieces, of this many rows each."""
+TOKENS, INNER, OUTER = 1024, 2048, 1408
+"""A matmul has M = ``TOKENS``, K = ``INNER`` and N = ``OUTER``."""
+WEIGHTS = 6
+"""Matmuls take turns with this many weights, so that no weight stays in the cache."""
+PIECES = 16
+"""``packing_rate`` cuts the tokens into this many pieces."""
 
 
 def of_a_rank(measure: Callable[[], float], ranks: int, cores: int) -> float:
-    """What ``measure`` returns on a core, for a rank, with two digits. ``ranks`` ranks share ``cores`` cores."""
-    busy = min(ranks, cores)
-    return float(f"{at_once(measure, busy) * busy / ranks:.1e}")
+    """The rate of each of ``ranks`` ranks that share ``cores`` cores, with two digits. ``measure`` returns the rate of
+    a core."""
+    return float(f"{at_once(measure, ranks) * min(ranks, cores) / ranks:.1e}")
 
 
 def at_once(measure: Callable[[], float], threads: int) -> float:
@@ -41,22 +48,33 @@ def at_once(measure: Callable[[], float], threads: int) -> float:
         torch.set_num_threads(before)
 
 
+def _timed() -> Callable[[int], float]:
+    """A function of a number of pieces. It returns the CPU seconds of a matmul that is cut into so many pieces."""
+    x, out = torch.randn(TOKENS, INNER), torch.empty(TOKENS, OUTER)
+    weights = itertools.cycle([torch.randn(OUTER, INNER) for _ in range(WEIGHTS)])
+
+    def seconds(pieces: int) -> float:
+        cut, weight = list(zip(x.chunk(pieces), out.chunk(pieces), strict=True)), next(weights).t()
+
+        def multiply() -> None:
+            for left, to in cut:
+                torch.mm(left, weight, out=to)
+
+        return timeit.timeit(multiply, number=1, timer=time.thread_time)
+
+    return seconds
+
+
 def matmul_rate(repeats: int = 25) -> float:
-    """FLOP/s of fp32 matmuls on this thread. The median of several times counts."""
-    x = torch.randn(1024, 1024)
-    return 2 * 1024**3 / statistics.median(timeit.repeat(lambda: x @ x, number=1, repeat=repeats))
+    """FLOP/s of fp32 matmuls on a core. The median of several times counts."""
+    seconds = _timed()
+    return 2 * TOKENS * INNER * OUTER / statistics.median(seconds(1) for _ in range(repeats))
 
 
 def packing_rate(repeats: int = 25) -> float:
-    """``Machine.packing_bytes``: B/s at which this thread reads the right operand of an fp32 matmul again for each
-    piece after the first. The whole matmul and its pieces take turns, and the median difference of their times
-    counts."""
-    x, weight = torch.randn(PIECES * ROWS, 2048), torch.randn(1408, 2048)
-    out = torch.empty(len(x), len(weight))
-
-    def seconds(pieces: int) -> float:
-        cut = list(zip(x.chunk(pieces), out.chunk(pieces), strict=True))
-        return timeit.timeit(lambda: [torch.mm(left, weight.t(), out=to) for left, to in cut], number=1)
+    """``Machine.packing_bytes``: B/s at which a core reads the right operand of an fp32 matmul again for each piece
+    after the first. The whole matmul and its pieces take turns, and the median difference of their times counts."""
+    seconds = _timed()
 
     def added_seconds() -> float:
         whole = seconds(1)
@@ -64,7 +82,7 @@ def packing_rate(repeats: int = 25) -> float:
 
     added = statistics.median(added_seconds() for _ in range(repeats))
     # Where pieces cost nothing, any large rate says so.
-    return weight.nbytes * (PIECES - 1) / max(added, 1e-6)
+    return 4 * INNER * OUTER * (PIECES - 1) / max(added, 1e-6)
 
 
 TOLD = (matmul_rate, packing_rate)
