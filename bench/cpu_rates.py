@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures rates of this CPU that the estimates of schedule ``ring`` need (``overlap_inductor.facts.machine``).
 
-The matmuls are those of a rank in ``bench.layers``: 1024 tokens, and weights that were not used just before. As many
-threads as ranks measure at once, because ranks share cores, caches and memory. Each thread counts its CPU time, which
-does not include the turns of others.
+The matmuls are those of a rank in ``bench.layers``: 1024 tokens, and weights that were not used just before. All cores
+that the ranks use measure at once, because cores that are all busy are slower than one that is busy alone. CPU time
+counts, which does not include the turns of other programs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PIECES = 16
 def of_a_rank(measure: Callable[[], float], ranks: int, cores: int) -> float:
     """The rate of each of ``ranks`` ranks that share ``cores`` cores, with two digits. ``measure`` returns the rate of
     a core."""
-    return float(f"{at_once(measure, ranks) * min(ranks, cores) / ranks:.1e}")
+    busy = min(ranks, cores)
+    return float(f"{at_once(measure, busy) * busy / ranks:.1e}")
 
 
 def at_once(measure: Callable[[], float], threads: int) -> float:

@@ -16,6 +16,10 @@ from overlap_inductor.facts.machine import Machine
 MARGIN = 1.05
 """With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule is chosen only if it is estimated to be more than this many times
 as fast as ``keep``. Experts in schedule ``chunked`` have a margin of their own."""
+MARGIN_IN_STRETCH = 1.01
+"""Takes the place of ``MARGIN`` for a collective that the sequence-parallel rewrite wrote. The rewrite has compared the
+time of all collectives of the stretch, with a margin of its own (``passes.sequence.estimate``). A larger margin would
+leave gathers exposed, and then the rewrite would not pay."""
 MARGIN_UNMEASURED = 1.25
 """Takes the place of ``MARGIN`` where there are few measurements or none:
 
@@ -53,6 +57,7 @@ class SiteSizes:
         repeated: extra bytes of each piece after the first. If M or N is cut, a piece reads the other operand again. If
             K is cut, a piece reads and writes the whole product.
         skipped: the part of ``flops`` that the program as written does not compute: causal attention skips masked keys.
+        in_stretch: whether the sequence-parallel rewrite wrote the collective.
     """
 
     flops: float
@@ -73,6 +78,15 @@ class SiteSizes:
     weights: float = 0.0
     repeated: float = 0.0
     skipped: float = 0.0
+    in_stretch: bool = False
+
+
+def margin_of(sizes: SiteSizes, measured: bool = True) -> float:
+    """How many times as fast as ``keep`` a schedule must be estimated to be. ``measured``: whether the schedule was
+    measured in such cases."""
+    if not measured:
+        return MARGIN_UNMEASURED
+    return MARGIN_IN_STRETCH if sizes.in_stretch else MARGIN
 
 
 def matmul_seconds(sizes: SiteSizes, machine: Machine) -> float:

@@ -114,6 +114,7 @@ def sizes_at(site: OverlapSite, scale: float = 1.0) -> cost_model.SiteSizes:
         memory=sum(s.memory for s in sizes) * scale,
         repeated=sum(_repeated(s, role, scale) * tools.dtype(m.node).itemsize for m, s, role in cut),
         lookups=sum(s.memory > 0 for s in sizes),
+        in_stretch=site.facts.derived_from is not None,
         weights=sum(
             _weights(m, hint(s.m) * scale)
             for m, s in zip(site.matmuls, sizes, strict=True)

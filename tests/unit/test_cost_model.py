@@ -192,7 +192,7 @@ def test_fused_kernels_need_enough_tiles_and_a_clear_gain() -> None:
 @pytest.mark.parametrize("cost", [chunked_cost, fused_cost])
 def test_margins_of_exchanges(cost: ModuleType) -> None:
     """All-to-alls of rows were measured on 2 and 4 ranks, so a small margin is enough there. Larger groups, and matmuls
-    that contract the exchanged tensor, need the large margin."""
+    that contract the exchanged tensor, need the large margin. A rewritten stretch needs the smallest one."""
     machine, small, large = machine_for("cuda"), cost_model.MARGIN, cost_model.MARGIN_UNMEASURED
     sent = 4e8
     gains = []
@@ -201,6 +201,7 @@ def test_margins_of_exchanges(cost: ModuleType) -> None:
         for sizes, margin in (
             (rows, small),
             (dataclasses.replace(rows, world_size=4), small),
+            (dataclasses.replace(rows, in_stretch=True), cost_model.MARGIN_IN_STRETCH),
             (dataclasses.replace(rows, world_size=8), large),
             (dataclasses.replace(rows, contracted=sent), large),
         ):

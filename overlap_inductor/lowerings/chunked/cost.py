@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlap_inductor.facts.cost_model import MARGIN
-from overlap_inductor.facts.cost_model import MARGIN_UNMEASURED
 from overlap_inductor.facts.cost_model import SiteSizes
 from overlap_inductor.facts.cost_model import collective_seconds
 from overlap_inductor.facts.cost_model import copy_seconds
 from overlap_inductor.facts.cost_model import kind_of
+from overlap_inductor.facts.cost_model import margin_of
 from overlap_inductor.facts.cost_model import matmul_seconds
 from overlap_inductor.facts.cost_model import receive_seconds
 from overlap_inductor.facts.machine import Machine
@@ -126,7 +125,7 @@ def _output_seconds(sizes: SiteSizes, machine: Machine) -> float:
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
     """Whether chunks are estimated to be faster than ``keep``:
 
-    - by more than 5 % (25 % in groups larger than those measured, and for contracted dims)
+    - by more than 5 % (1 % in a rewritten stretch; 25 % in groups larger than those measured, and for contracted dims)
     - by more time than the host or late peers may cost
 
     A call must have enough tiles, and take at least as long on the GPU as on the host. In groups of at most 4 ranks, a
@@ -144,5 +143,5 @@ def pays(sizes: SiteSizes, machine: Machine) -> bool:
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     largest = COST.exchange_ranks if sizes.exchanges else COST.output_ranks if sizes.outputs else COST.ranks
     measured = sizes.world_size <= largest
-    margin = MARGIN if measured and not sizes.contracted else MARGIN_UNMEASURED
+    margin = margin_of(sizes, measured and not sizes.contracted)
     return max(estimate * margin, estimate + gain) < keep

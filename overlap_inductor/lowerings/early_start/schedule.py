@@ -21,8 +21,6 @@ import torch
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.facts.cost_model import MARGIN
-from overlap_inductor.facts.cost_model import MARGIN_UNMEASURED
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.decision import Reason
 from overlap_inductor.lowerings.early_start import cost
@@ -75,8 +73,8 @@ class EarlyStart:
         if not has_example(site):
             return Reason("dynamic_shape", "the sizes are only known when the graph runs, so there is no estimate")
         # On GPUs, this schedule was measured at one size only.
-        margin = MARGIN_UNMEASURED if on_gpu(tools.value(site.collectives[0].input).device) else MARGIN
-        return self.forced(site, config) if cost.pays(sizes_at(site), machine_of(site, config), margin) else None
+        measured = not on_gpu(tools.value(site.collectives[0].input).device)
+        return self.forced(site, config) if cost.pays(sizes_at(site), machine_of(site, config), measured) else None
 
     def joined(self, site: OverlapSite, own: list[PlanPiece], others: Sequence[list[PlanPiece]]) -> None:
         return None

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlap_inductor.facts.cost_model import MARGIN
-from overlap_inductor.facts.cost_model import MARGIN_UNMEASURED
 from overlap_inductor.facts.cost_model import SiteSizes
 from overlap_inductor.facts.cost_model import collective_seconds
 from overlap_inductor.facts.cost_model import copy_seconds
 from overlap_inductor.facts.cost_model import kind_of
+from overlap_inductor.facts.cost_model import margin_of
 from overlap_inductor.facts.cost_model import matmul_seconds
 from overlap_inductor.facts.cost_model import receive_seconds
 from overlap_inductor.facts.machine import Machine
@@ -58,8 +57,9 @@ def seconds(sizes: SiteSizes, machine: Machine) -> float:
 
 
 def pays(sizes: SiteSizes, machine: Machine) -> bool:
-    """Whether a fused kernel is estimated to be more than 5 % faster than ``keep``. The margin is 25 % in groups larger
-    than those measured, and for matmuls that contract the dim that an all-to-all exchanges.
+    """Whether a fused kernel is estimated to be more than 5 % faster than ``keep``. The margin is 1 % in a rewritten
+    stretch, and 25 % in groups larger than those measured, and for matmuls that contract the dim that an all-to-all
+    exchanges.
 
     With fewer than ``least_tiles`` tiles it never pays: most SMs would wait for rows.
     """
@@ -67,5 +67,5 @@ def pays(sizes: SiteSizes, machine: Machine) -> bool:
         return False
     keep = matmul_seconds(sizes, machine) + collective_seconds(sizes, machine)
     measured = sizes.world_size <= (COST.exchange_ranks if sizes.exchanges else COST.ranks)
-    margin = MARGIN if measured and not sizes.contracted else MARGIN_UNMEASURED
+    margin = margin_of(sizes, measured and not sizes.contracted)
     return seconds(sizes, machine) * margin < keep

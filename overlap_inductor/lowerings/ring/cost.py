@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from overlap_inductor.facts.cost_model import MARGIN
 from overlap_inductor.facts.cost_model import SiteSizes
 from overlap_inductor.facts.cost_model import collective_seconds
+from overlap_inductor.facts.cost_model import margin_of
 from overlap_inductor.facts.cost_model import matmul_seconds
 from overlap_inductor.facts.cost_model import written_seconds
 from overlap_inductor.facts.machine import Machine
@@ -41,9 +41,9 @@ def again_seconds(sizes: SiteSizes, machine: Machine) -> float:
     return sizes.repeated / machine.packing_bytes
 
 
-def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN) -> bool:
-    """Whether two estimates hold: the ring is faster than ``keep`` by the factor ``margin``, and hides at least what
-    its steps cost.
+def pays(sizes: SiteSizes, machine: Machine, parts: int, measured: bool = True) -> bool:
+    """Whether two estimates hold: the ring is faster than ``keep`` by the factor ``margin_of(sizes, measured)``, and
+    hides at least what its steps cost.
 
     The second condition protects the host, which launches every step, from rings of tiny collectives.
     """
@@ -51,7 +51,7 @@ def pays(sizes: SiteSizes, machine: Machine, parts: int, margin: float = MARGIN)
     if min(matmul, wire) < sizes.legs * (sizes.world_size - 1) * parts * machine.step_seconds:
         return False
     keep = written_seconds(sizes, machine) + collective_seconds(sizes, machine)
-    return seconds(sizes, machine, parts) * margin < keep
+    return seconds(sizes, machine, parts) * margin_of(sizes, measured) < keep
 
 
 def fewest_parts(sizes: SiteSizes, machine: Machine, limit: int, forced: bool = False) -> int:

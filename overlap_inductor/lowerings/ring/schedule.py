@@ -11,8 +11,6 @@ import torch
 from torch import fx
 
 from overlap_inductor.config import OverlapConfig
-from overlap_inductor.facts.cost_model import MARGIN
-from overlap_inductor.facts.cost_model import MARGIN_UNMEASURED
 from overlap_inductor.facts.decision import Decision
 from overlap_inductor.facts.decision import PlanPiece
 from overlap_inductor.facts.decision import Reason
@@ -216,14 +214,13 @@ def _too_small_for_integers(site: OverlapSite, config: OverlapConfig) -> str | N
 
 def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
     parts = _parameters(site, config)["sub_chunks"] if scale == 1.0 else sub_chunks.most(site, config)
-    return cost_of_ring.pays(sizes_at(site, scale), machine_of(site, config), parts, _margin(site))
+    return cost_of_ring.pays(sizes_at(site, scale), machine_of(site, config), parts, _measured(site))
 
 
-def _margin(site: OverlapSite) -> float:
-    """The factor by which the ring must be estimated to be faster than ``keep``. It is larger for attention on GPUs,
-    because rings of attention were not measured on GPUs."""
+def _measured(site: OverlapSite) -> bool:
+    """Whether rings of such sites were measured. Rings of attention were not measured on GPUs."""
     attention = any(matmul.kind == "attention" for matmul in site.facts.matmuls)
-    return MARGIN_UNMEASURED if attention and on_gpu(tools.value(site.collectives[0].input).device) else MARGIN
+    return not (attention and on_gpu(tools.value(site.collectives[0].input).device))
 
 
 def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
