@@ -17,9 +17,10 @@ MARGIN = 1.05
 """With ``OVERLAP_INDUCTOR_SCHEDULE=auto``, a schedule is chosen only if it is estimated to be more than this many times
 as fast as ``keep``. Experts in schedule ``chunked`` have a margin of their own."""
 MARGIN_IN_STRETCH = 1.01
-"""Takes the place of ``MARGIN`` for a collective that the sequence-parallel rewrite wrote. The rewrite has compared the
-time of all collectives of the stretch, with a margin of its own (``passes.sequence.estimate``). A larger margin would
-leave gathers exposed, and then the rewrite would not pay."""
+"""Takes the place of ``MARGIN`` for a collective that the sequence-parallel rewrite wrote. With
+``sequence_parallel=auto``, the rewrite compares the whole stretch, with a margin of its own
+(``passes.sequence.estimate``). A larger margin here would leave gathers exposed, and then the rewrite would not pay.
+With ``on``, the stretch is rewritten in any case."""
 MARGIN_UNMEASURED = 1.25
 """Takes the place of ``MARGIN`` where there are few measurements or none:
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from overlap_inductor.facts.machine import machine_for
 from overlap_inductor.lowerings.fused import table_cost
+from overlap_inductor.lowerings.ring import schedule as ring
 from overlap_inductor.report.report import OverlapReport
 from overlap_inductor.sites import sizes as site_sizes
 from tests.compile.readings import summary
@@ -161,11 +162,11 @@ def test_bags_of_dynamic_lengths() -> None:
         assert "only known at run time" in _refusal(layer, indices)
 
 
-def _chosen(longest: int, mine: int) -> tuple[str, dict[str, float]]:
+def _chosen(longest: int, mine: int, ranks: int = 8) -> tuple[str, dict[str, float]]:
     """The chosen schedule, and the estimates of all compared schedules. Each rank has ``mine`` samples, and each bag
     has ``longest`` rows."""
     torch._dynamo.reset()
-    with fake_group(8), torch.no_grad():
+    with fake_group(ranks), torch.no_grad():
         model = DLRM(8, 64, 64, 5)
         batch = batch_of(model, mine, longest, torch.Generator().manual_seed(1), square=True)
         (site,) = reports_of(model, *batch.arguments(), schedule="auto", patterns=(PATTERN,))[0].sites
@@ -192,3 +193,12 @@ def test_the_planner_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> Non
     assert estimate["fused"] * 1.25 < estimate["keep"] == pytest.approx((lookups + wire) * 1e6 + 30 + 80, rel=1e-3)
     # Few bags: one kernel takes the place of eight. Large bags: the lookups take long, and there is little to hide.
     assert _chosen(8, 8)[0] == "fused" and _chosen(64, 1024)[0] == "keep"
+
+
+def test_auto_takes_no_ring_of_lookups_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, rings of lookups took up to three times as long as estimated. So ``auto`` takes schedule ``fused``, even
+    if the ring has the shortest estimate."""
+    monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
+    monkeypatch.setattr(ring, "on_gpu", lambda device: True)
+    schedule, estimate = _chosen(1, 262144, ranks=2)
+    assert estimate["ring"] < estimate["fused"] and schedule == "fused"

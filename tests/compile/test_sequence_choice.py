@@ -312,5 +312,6 @@ def test_sites_of_a_stretch_need_a_smaller_gain_than_others() -> None:
     reports = _trained(6e6)
     assert [s.status for s in reports[0].stretches] == ["rewritten"]
     sites = [site for report in reports for site in report.sites]
+    assert {site.decision.status for site in sites} == {"overlapped"}
     gains = [p["keep"] / p["ring"] for p in (site.decision.moving.estimate_us for site in sites)]
     assert len(sites) == 14 and all(MARGIN_IN_STRETCH < gain < MARGIN for gain in gains), gains

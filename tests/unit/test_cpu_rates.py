@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ def test_the_rate_of_repeated_reads_is_that_of_the_pieces_after_the_first(monkey
     calls = iter([0.1, 0.2, 0.2, 0.7, 0.4, 0.7])
 
     def timed(multiply: Callable[[], Any], number: int, timer: object) -> float:
+        assert timer is time.thread_time
         multiply()
         return next(calls)
 

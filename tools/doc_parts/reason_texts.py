@@ -24,7 +24,8 @@ GROUPS: dict[str, dict[str, str]] = {
             " estimated to need less than 1 ms. If the token count is dynamic, the counts at which the host is the"
             " limit have a graph of their own, which stays as written. On GPUs, experts between two all-to-alls get"
             " this code unless schedule `chunked` is estimated to pay. The ring never pays there: the host launches"
-            " the ops of each of its pieces, which takes longer than the layer."
+            " the ops of each of its pieces, which takes longer than the layer. Lookups before an all-to-all get this"
+            " code, too, unless schedule `fused` is estimated to pay: rings of lookups were mostly slower on GPUs."
         ),
         "workspace": (
             "The sites of the group would hold more symmetric memory than `OVERLAP_INDUCTOR_WORKSPACE_LIMIT`. So sites"

@@ -22,6 +22,8 @@ from overlap_inductor.lowerings.schedule import ExchangeTerms
 from overlap_inductor.lowerings.schedule import Replaced
 from overlap_inductor.sites import graph_tools as tools
 from overlap_inductor.sites.gather_nodes import GatherNodes
+from overlap_inductor.sites.lookup_nodes import GradientNodes
+from overlap_inductor.sites.lookup_nodes import PooledNodes
 from overlap_inductor.sites.nodes import DecidedSite
 from overlap_inductor.sites.nodes import OverlapSite
 from overlap_inductor.sites.reduce_nodes import ReduceNodes
@@ -43,6 +45,13 @@ _PIECES_OF_EXPERTS = (
     " ring to overlap the site nevertheless"
 )
 """On 4 H200s, a layer of 64 experts took 24 ms as a ring and 2.2 ms as written (bench/results/experts.jsonl)."""
+_LOOKUPS = (
+    "no other schedule is estimated to pay. On GPUs, rings of lookups were at most 1.15 times as fast as the program as"
+    " written, and mostly slower. Set OVERLAP_INDUCTOR_SCHEDULE=fused (on NVLink) or ring to overlap the site"
+    " nevertheless"
+)
+"""On 4 H200s, lookups of width 256 took 29 ms as a ring, 25 ms as written and 12 ms in schedule ``fused``
+(bench/results/lookups.jsonl). The estimate of the ring was 12 ms."""
 
 
 class RingSchedule:
@@ -110,8 +119,11 @@ class RingSchedule:
                 "the sizes are only known when the graph runs, so nothing says how long matmul and transfer take; set"
                 " OVERLAP_INDUCTOR_SCHEDULE=ring to overlap the site",
             )
-        if site.nodes.returns and on_gpu(tools.value(site.collectives[0].input).device):
-            return Reason("host_bound", _PIECES_OF_EXPERTS)
+        if on_gpu(tools.value(site.collectives[0].input).device):
+            if site.nodes.returns:
+                return Reason("host_bound", _PIECES_OF_EXPERTS)
+            if isinstance(site.nodes, PooledNodes):
+                return Reason("host_bound", _LOOKUPS)
         if isinstance(site.nodes.tokens, int):
             return self.forced(site, config) if _pays(site, config) else None
         # Below the break-even, the looping op runs the plain collective.
@@ -218,9 +230,11 @@ def _pays(site: OverlapSite, config: OverlapConfig, scale: float = 1.0) -> bool:
 
 
 def _measured(site: OverlapSite) -> bool:
-    """Whether rings of such sites were measured. Rings of attention were not measured on GPUs."""
+    """Whether rings of such sites were measured. Rings of attention, and of gradients of lookups, were not measured on
+    GPUs."""
     attention = any(matmul.kind == "attention" for matmul in site.facts.matmuls)
-    return not (attention and on_gpu(tools.value(site.collectives[0].input).device))
+    gradients = isinstance(site.nodes, GradientNodes)
+    return not ((attention or gradients) and on_gpu(tools.value(site.collectives[0].input).device))
 
 
 def _break_even(site: OverlapSite, config: OverlapConfig) -> int | None:
