@@ -49,7 +49,7 @@ def at_once(measure: Callable[[], float], threads: int) -> float:
         torch.set_num_threads(before)
 
 
-def _timed() -> Callable[[int], float]:
+def _seconds_of_pieces() -> Callable[[int], float]:
     """A function of a number of pieces. It returns the CPU seconds of a matmul that is cut into so many pieces."""
     x, out = torch.randn(TOKENS, INNER), torch.empty(TOKENS, OUTER)
     weights = itertools.cycle([torch.randn(OUTER, INNER) for _ in range(WEIGHTS)])
@@ -68,14 +68,14 @@ def _timed() -> Callable[[int], float]:
 
 def matmul_rate(repeats: int = 25) -> float:
     """FLOP/s of fp32 matmuls on a core. The median of several times counts."""
-    seconds = _timed()
+    seconds = _seconds_of_pieces()
     return 2 * TOKENS * INNER * OUTER / statistics.median(seconds(1) for _ in range(repeats))
 
 
 def packing_rate(repeats: int = 25) -> float:
     """``Machine.packing_bytes``: B/s at which a core reads the right operand of an fp32 matmul again for each piece
     after the first. The whole matmul and its pieces take turns, and the median difference of their times counts."""
-    seconds = _timed()
+    seconds = _seconds_of_pieces()
 
     def added_seconds() -> float:
         whole = seconds(1)

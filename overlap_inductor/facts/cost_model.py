@@ -28,6 +28,7 @@ MARGIN_UNMEASURED = 1.25
 - ``chunked``, ``fused``: matmuls that contract the dim that an all-to-all exchanges.
 - ``chunked``: experts in training.
 - ``ring``, ``early_start``: attention on GPUs.
+- ``ring``: gradients of lookups on GPUs.
 """
 
 

@@ -177,6 +177,7 @@ def _choose(
     names = {c.node.name: n for n, s in legal for source in s.sources for c in source.collectives}
     before = {node: names[node.name] for node in written.nodes if node.name in names}
     after = {node: number for node, (number, _) in writer.made.items()}
+    # The copy's sites must get the margin of a stretch (``cost_model.margin_of``), as those of the rewritten graph do.
     for node, number in after.items():
         node.meta[META] = replace(facts[number], status="rewritten").to_dict()
     plans = ((estimate.plan(written, config, refusal), before), (estimate.plan(rewritten, config, refusal), after))

@@ -196,8 +196,8 @@ def test_the_planner_chooses_by_estimate(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_auto_takes_no_ring_of_lookups_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs, rings of lookups took more than twice as long as estimated. So ``auto`` takes schedule ``fused``, even if
-    the ring has the shortest estimate."""
+    """On GPUs, rings of lookups took more than twice as long as estimated. So ``auto`` takes schedule ``fused``, even
+    if the ring has the shortest estimate."""
     monkeypatch.setattr(site_sizes, "machine_for", lambda device_type: machine_for("cuda"))
     monkeypatch.setattr(ring, "on_gpu", lambda device: True)
     schedule, estimate = _chosen(1, 262144, ranks=2)
